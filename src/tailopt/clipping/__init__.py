@@ -1,0 +1,1 @@
+"""What clipping means, and the fast ways to do it."""

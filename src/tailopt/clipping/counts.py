@@ -1,0 +1,254 @@
+"""What a pass over gradients can count, and how it is read.
+
+A pass adds into `Tallies` (seven words a tensor, and a histogram where asked for); nothing is read until somebody
+asks, so on a GPU nothing waits. `Counts` is what is read. `tally` is the pass in plain torch, for tensors the C kernel
+does not take; it counts the same things from the same elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+
+from tailopt.clipping.cpu import BINS, DTYPES, Tallies, library
+from tailopt.clipping.operators import arithmetic, check_thresholds, real_parts
+from tailopt.clipping.shards import is_dtensor
+
+COMPLETE_BELOW = 65_536  # smaller tensors enter a histogram whole
+STRIDE = 32  # of larger ones, one cache line in so many
+LINE = 64  # bytes
+EXPONENT = 127  # octave k of a histogram holds 2^(k-127) <= |x| < 2^(k-126)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was seen of one tensor (or, added up, of several) since the last reading.
+
+    Attributes:
+        elements: coordinates seen, over all steps.
+        zero: |g| <= dead_zone (with the default, exact zeros): left unmoved.
+        below: dead_zone < |g| <= d: raised to d.
+        above: |g| >= u and not below, infinities too: cut to u.
+        nonfinite: NaN and infinities.
+        squares: sum of g^2 over finite elements.
+        largest: max |g| over finite elements.
+        skipped: steps in which `nonfinite="skip"` left the tensor as it was.
+        octaves: elements by octave, `octaves[k]` those with 2^(k-127) <= |g| < 2^(k-126); octave 0 holds everything
+            smaller, 255 what is not finite. From a fixed sample of large tensors; empty unless asked for.
+        logs: sum of log2|g| over the same elements, for octaves 1 to 254; 0 for the two others.
+    """
+
+    elements: int = 0
+    zero: int = 0
+    below: int = 0
+    above: int = 0
+    nonfinite: int = 0
+    squares: float = 0.0
+    largest: float = 0.0
+    skipped: int = 0
+    octaves: tuple[int, ...] = field(default=(), repr=False)
+    logs: tuple[float, ...] = field(default=(), repr=False)
+
+    def __add__(self, other: Counts) -> Counts:
+        def both(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
+            return tuple(x + y for x, y in zip(a, b, strict=True)) if a and b else tuple(a or b)
+
+        plain = {
+            f.name: getattr(self, f.name) + getattr(other, f.name)
+            for f in fields(self)
+            if f.name not in ("largest", "octaves", "logs")
+        }
+        return Counts(
+            **plain,
+            largest=max(self.largest, other.largest),
+            octaves=both(self.octaves, other.octaves),  # type: ignore[arg-type]
+            logs=both(self.logs, other.logs),
+        )
+
+    @property
+    def rms(self) -> float:
+        """Root of the mean square of the finite elements."""
+        finite = self.elements - self.nonfinite
+        return math.sqrt(self.squares / finite) if finite else 0.0
+
+    def hill(self, tail: float = 0.01) -> float:
+        """Hill's estimate of the tail index alpha, P(|g| > x) ~ x^-alpha, from the largest `tail` of the sample.
+
+        The tail starts at the octave edge that leaves at least that share above it. Below 2 the variance is infinite.
+        """
+        if not self.octaves:
+            raise ValueError("No histogram was kept; ask for it with statistics=True.")
+        seen = sum(self.octaves[:255])
+        count, logs = 0, 0.0
+        for k in range(254, 0, -1):
+            count, logs = count + self.octaves[k], logs + self.logs[k]
+            if count and count >= tail * seen:
+                excess = logs - count * (k - EXPONENT)
+                return count / (excess * math.log(2)) if excess > 0 else math.inf
+        return math.nan
+
+
+def read(tallies: Tallies) -> list[Counts]:
+    """The tallies as plain numbers, a `Counts` a slot. Waits for the device."""
+    integers, reals = tallies.integers.tolist(), tallies.reals.tolist()
+    octaves = tallies.bins.tolist() if tallies.bins is not None else None
+    fractions = tallies.logs.tolist() if tallies.logs is not None else None
+    result = []
+    for i, (whole, real) in enumerate(zip(integers, reals, strict=True)):
+        counts = Counts(*whole, *real)
+        if octaves is not None and fractions is not None:
+            pairs = enumerate(zip(octaves[i], fractions[i], strict=True))
+            logs = [fraction / 65536 + number * (k - EXPONENT) for k, (number, fraction) in pairs]
+            logs[0] = logs[-1] = 0.0  # these octaves have no common exponent
+            counts = replace(counts, octaves=tuple(octaves[i]), logs=tuple(logs))
+        result.append(counts)
+    return result
+
+
+def count(
+    tensors: Iterable[Tensor] | Mapping[str, Tensor], u: float, d: float, dead_zone: float = 0.0, complete: bool = False
+) -> dict[str | int, Counts]:
+    """Count what BiClip with these thresholds would do to the gradients of any optimizer, in one read of them.
+
+    Args:
+        tensors: dense tensors, or a mapping from names to them; of a DTensor this rank's shard is counted.
+        u, d, dead_zone: as in `biclip`; numbers.
+        complete: put every element into the histogram, not one cache line in 32 of the larger tensors.
+
+    Examples:
+        >>> counts = count({"w": torch.tensor([0.0, 0.01, 0.5, 3.0])}, u=1.0, d=0.1)["w"]
+        >>> counts.zero, counts.below, counts.above, counts.largest
+        (1, 1, 1, 3.0)
+    """
+    check_thresholds(u, d, dead_zone)
+    named: Mapping[str | int, Tensor] = tensors if isinstance(tensors, Mapping) else dict(enumerate(tensors))  # type: ignore[assignment]
+    result: dict[str | int, Counts] = {}
+    for name, tensor in named.items():
+        local = tensor.to_local() if is_dtensor(tensor) else tensor
+        tallies = Tallies.empty(1, histogram=True, device=local.device)
+        tallies.phase = -1 if complete else 0
+        add([local], [0], (u, d, dead_zone), tallies)
+        result[name] = read(tallies)[0]
+    return result
+
+
+def add(
+    grads: Sequence[Tensor], slots: Sequence[int], thresholds: tuple[float, float, float], tallies: Tallies
+) -> None:
+    """Add what these gradients hold to their slots, by the C kernel where it can."""
+    kernel = library()
+    taken = [i for i, g in enumerate(grads) if kernel and g.device.type == "cpu" and g.dtype in DTYPES and is_flat(g)]
+    if kernel and taken:
+        row = (0.0, 1.0, 0.0, *thresholds, 1.0, 1.0, 1.0)
+        kernel.run(
+            "count",
+            None,
+            [grads[i] for i in taken],
+            [0] * len(taken),
+            row,
+            tallies=tallies,
+            slots=[slots[i] for i in taken],
+        )
+    for i in set(range(len(grads))).difference(taken):
+        tally(grads[i], slots[i], thresholds, tallies)
+
+
+def is_flat(g: Tensor) -> bool:
+    """Whether the elements lie without gaps in memory, in whatever order: a walk through it sees each of them once."""
+    return g.layout == torch.strided and (g.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(g))
+
+
+def tally(g: Tensor, slot: int, thresholds: tuple[float | Tensor, ...], tallies: Tallies) -> None:
+    """The counting pass in torch, on the gradient's device, without a synchronisation."""
+    g = real_parts(g)
+    u, d, dead = (t.to(arithmetic(g.dtype)) if isinstance(t, Tensor) else t for t in thresholds)
+    a = g.detach().to(arithmetic(g.dtype)).abs()
+    low, unmoved = a <= d, a <= dead
+    finite = torch.isfinite(a)
+    kept = torch.where(finite, a, 0)
+    elements = torch.full((), a.numel(), device=a.device)
+    sums = (unmoved, low & ~unmoved, (a >= u) & ~low & ~unmoved, ~finite)
+    tallies.integers[slot] += torch.stack([elements, *(s.sum() for s in sums)])
+    reals = tallies.reals
+    reals[slot, 0] += kept.double().square().sum()
+    if a.numel():
+        reals[slot, 1] = torch.maximum(reals[slot, 1], kept.amax().double())
+    if tallies.bins is not None and tallies.logs is not None and a.numel():
+        if a.numel() >= COMPLETE_BELOW and tallies.phase >= 0:
+            line = LINE // g.element_size()
+            number = torch.arange(a.numel(), device=a.device) // line
+            a = a.reshape(-1)[number % STRIDE == tallies.phase]
+        octave, cell = _octave_and_cell(a.reshape(-1))
+        log2 = (
+            torch.log2(1 + (torch.arange(1024, dtype=torch.float64, device=a.device) + 0.5) / 1024) * 65536 + 0.5
+        ).long()
+        tallies.bins[slot] += torch.bincount(octave, minlength=BINS)
+        tallies.logs[slot] += torch.zeros(BINS, dtype=torch.int64, device=a.device).index_add_(0, octave, log2[cell])
+
+
+def _octave_and_cell(a: Tensor) -> tuple[Tensor, Tensor]:
+    """The exponent of non-negative numbers, as a float's, and ten bits of mantissa. fp64 is cut, not rounded."""
+    if a.dtype == torch.float64:
+        bits = a.view(torch.int64)
+        exponent, mantissa = bits >> 52, (bits >> 42) & 1023
+        octave = (exponent - 1023 + EXPONENT).clamp(0, 254)
+        return torch.where(exponent == 2047, 255, octave), mantissa
+    bits = a.view(torch.int32).long()
+    return bits >> 23, (bits >> 13) & 1023
+
+
+class Watch:
+    """An optimizer's statistics: where its passes count, by device, and which sample comes next.
+
+    mode: "counts" (no histogram), "sampled" or "complete". A slot is a parameter's position in the optimizer.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.passes = 0  # moves the sampled line; belongs to the statistics, so runs repeat
+        self._tallies: dict[torch.device, Tallies] = {}
+        self._skipped: dict[torch.device, Tensor] = {}
+
+    def next_pass(self) -> None:
+        self.passes += 1
+
+    def tallies(self, device: torch.device, slots: int) -> Tallies:
+        tallies = self._tallies.get(device)
+        if tallies is None or tallies.table.shape[0] < slots:
+            grown = Tallies.empty(slots, self.mode != "counts", device)
+            if tallies is not None:  # a group was added: keep what was counted
+                for new, old in zip(
+                    (grown.table, grown.bins, grown.logs), (tallies.table, tallies.bins, tallies.logs), strict=True
+                ):
+                    if new is not None and old is not None:
+                        new[: old.shape[0]] = old
+            self._tallies[device] = tallies = grown
+        tallies.phase = -1 if self.mode == "complete" else (self.passes - 1) % STRIDE
+        return tallies
+
+    def skip(self, slot: int, slots: int, verdict: Tensor) -> None:
+        """Count a skipped step where the verdict, a 0-dim bool on its device, is true."""
+        counter = self._skipped.get(verdict.device)
+        if counter is None or counter.numel() < slots:
+            grown = torch.zeros(slots, dtype=torch.int64, device=verdict.device)
+            if counter is not None:
+                grown[: counter.numel()] = counter
+            self._skipped[verdict.device] = counter = grown
+        counter[slot] += verdict
+
+    def take(self, slots: int) -> list[Counts]:
+        """Everything counted so far, slot by slot; then start anew."""
+        total = [Counts()] * slots
+        for tallies in self._tallies.values():
+            for i, counts in enumerate(read(tallies)):
+                total[i] = total[i] + counts
+        for counter in self._skipped.values():
+            for i, skipped in enumerate(counter.tolist()):
+                total[i] = total[i] + Counts(skipped=skipped)
+        self._tallies.clear()
+        self._skipped.clear()
+        return total

@@ -1,0 +1,487 @@
+/* The CPU kernel: one pass over many tensors, one parallel region a step.
+ *
+ *     p <- fma(-lr, clip(g), p * decay)            (reference.py says it in torch)
+ *
+ * Plain C over addresses, free of Python's and torch's ABI. The arithmetic is written once, in loops that the
+ * compiler vectorises, and compiled once per instruction set (`VARIANT` below); the caller says which to run. Contraction
+ * is off and every fused multiply-add is written, so all variants give the same bits.
+ *
+ * Work is cut into units of UNIT elements that never cross a tensor. Sums are kept per unit and added in unit order, so
+ * they do not depend on the number of threads; sums within a unit run over LANES fixed lanes, so they do not depend on
+ * the width of a register either.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#if defined(_WIN32)
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+#if defined(__GNUC__)
+#define INLINE static inline __attribute__((always_inline))
+#else
+#define INLINE static inline
+#endif
+#if defined(__GNUC__) && defined(__x86_64__)
+#define X86 1
+#endif
+
+/* Raised whenever the meaning of an argument changes: the loader refuses a library of another version. */
+#define VERSION 1
+
+enum { F32, F64, BF16, F16 };       /* as cpu.py numbers them */
+enum { BICLIP, RESCALE, COUNT };    /* clip by coordinate; (g*s/n)*t; count only */
+enum { UNIT = 65536, LANES = 8, LINE = 64, STRIDE = 32, BINS = 256 };
+enum { SERIAL = 32768 };            /* fewer elements than this are not worth waking a thread */
+
+typedef struct { double neg_lr, decay, maximize, u, d, dead_zone, scale, norm, target; } Row;
+typedef struct { int64_t elements, zero, below, above, nonfinite; double squares, largest; } Tally;
+typedef struct {
+    int op, dtype;
+    int64_t count;
+    int phase;                      /* which of STRIDE lines to sample; -1: all */
+    void *p;
+    const void *g;
+    const Row *row;
+    Tally *tally;                   /* NULL: do not count */
+    uint64_t *bins;                 /* NULL: no histogram; a bin is count << 40 | sum of log2 fractions, 16 bits each */
+} Unit;
+
+/* ---- 16-bit formats: widened to float for the arithmetic, rounded to nearest even at the store ---- */
+
+INLINE float from_bits(uint32_t b) { float f; memcpy(&f, &b, 4); return f; }
+INLINE uint32_t to_bits(float f) { uint32_t b; memcpy(&b, &f, 4); return b; }
+
+/* The rounded value is the upper half of the sum. NaN needs no care: those that reach this point come from bf16 or from the
+ * processor, their lower half is 0, and no carry can turn them into something else. */
+INLINE uint32_t bf16_round(float f) {
+    uint32_t b = to_bits(f);
+    return b + (0x7fffu + ((b >> 16) & 1u));
+}
+
+INLINE float f16_widen(uint16_t h) {
+    uint32_t magnitude = (uint32_t)(h & 0x7fffu) << 13;
+    /* moving the exponent by a multiplication also normalises denormals; infinities and NaN keep a full exponent */
+    uint32_t b = to_bits(from_bits(magnitude) * 0x1p112f);
+    b = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : b;
+    return from_bits(b | (uint32_t)(h & 0x8000u) << 16);
+}
+
+INLINE uint16_t f16_narrow(float f) {
+    uint32_t b = to_bits(f), magnitude = b & 0x7fffffffu, sign = (b >> 16) & 0x8000u;
+    /* normal range: rebias and round the 13 lost bits; the carry may reach infinity, as it should */
+    uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    /* below 2^-14: adding 0.5 lines the denormal's last bit up with float's, and the addition rounds */
+    uint32_t small = to_bits(from_bits(magnitude) + 0.5f) - 0x3f000000u;
+    uint32_t h = magnitude < 0x38800000u ? small : normal;
+    h = magnitude >= 0x47800000u ? 0x7c00u : h;
+    h = magnitude > 0x7f800000u ? 0x7e00u : h;
+    return (uint16_t)(h | sign);
+}
+
+/* ---- one element; the order of the comparisons lets NaN through ---- */
+
+#define ELEMENT(REAL, BITS, SUFFIX, FMA)                                                                             \
+    typedef struct { REAL neg_lr, decay, u, d, dead_zone, scale, norm, target; int maximize; } Row_##SUFFIX;        \
+    INLINE Row_##SUFFIX row_##SUFFIX(const Row *r) { /* each number rounded once */                                 \
+        Row_##SUFFIX s = {(REAL)r->neg_lr, (REAL)r->decay, (REAL)r->u, (REAL)r->d, (REAL)r->dead_zone,              \
+                          (REAL)r->scale, (REAL)r->norm, (REAL)r->target, r->maximize != 0};                        \
+        return s;                                                                                                   \
+    }                                                                                                               \
+    INLINE REAL biclip_##SUFFIX(REAL p, REAL g, const Row_##SUFFIX *r, int maximize) {                              \
+        const BITS sign = (BITS)1 << (8 * sizeof(BITS) - 1);                                                        \
+        BITS bits, clipped;                                                                                         \
+        REAL a, c;                                                                                                  \
+        memcpy(&bits, &g, sizeof g);                                                                                \
+        clipped = bits & ~sign;                                                                                     \
+        memcpy(&a, &clipped, sizeof a);                                                                             \
+        c = a < r->d ? r->d : a;                                                                                    \
+        c = c > r->u ? r->u : c;                                                                                    \
+        memcpy(&clipped, &c, sizeof c);                                                                             \
+        clipped |= (maximize ? ~bits : bits) & sign;                                                                \
+        clipped = a <= r->dead_zone ? 0 : clipped;                                                                  \
+        memcpy(&c, &clipped, sizeof c);                                                                             \
+        return FMA(r->neg_lr, c, p * r->decay);                                                                     \
+    }                                                                                                               \
+    INLINE REAL rescale_##SUFFIX(REAL p, REAL g, const Row_##SUFFIX *r, int maximize) {                             \
+        REAL c = (maximize ? -g : g) * r->scale / r->norm * r->target + (REAL)0; /* a zero moves nothing, not even -0 */ \
+        return FMA(r->neg_lr, c, p * r->decay);                                                                     \
+    }
+
+ELEMENT(float, uint32_t, f32, fmaf)
+ELEMENT(double, uint64_t, f64, fma)
+
+/* ---- a run of elements ---- */
+
+#define SWEEP(RULE, REAL, SUFFIX)                                                                                    \
+    INLINE void RULE##_run_##SUFFIX(REAL *restrict p, const REAL *restrict g, int64_t n, const Row *row) {           \
+        const Row_##SUFFIX r = row_##SUFFIX(row);                                                                   \
+        if (r.maximize) for (int64_t i = 0; i < n; i++) p[i] = RULE##_##SUFFIX(p[i], g[i], &r, 1);                  \
+        else for (int64_t i = 0; i < n; i++) p[i] = RULE##_##SUFFIX(p[i], g[i], &r, 0);                             \
+    }
+#define SWEEP_16(RULE)                                                                                               \
+    /* two elements a 32-bit word: the halves become floats by a shift and a mask, without crossing lanes */        \
+    INLINE void RULE##_words_bf16(uint16_t *restrict p, const uint16_t *restrict g, int64_t n, const Row_f32 *r, int maximize) { \
+        for (int64_t i = 0; i < n / 2; i++) {                                                                       \
+            uint32_t pw, gw;                                                                                        \
+            memcpy(&pw, p + 2 * i, 4);                                                                              \
+            memcpy(&gw, g + 2 * i, 4);                                                                              \
+            float low = RULE##_f32(from_bits(pw << 16), from_bits(gw << 16), r, maximize);                          \
+            float high = RULE##_f32(from_bits(pw & 0xffff0000u), from_bits(gw & 0xffff0000u), r, maximize);         \
+            pw = bf16_round(low) >> 16 | (bf16_round(high) & 0xffff0000u);                                          \
+            memcpy(p + 2 * i, &pw, 4);                                                                              \
+        }                                                                                                           \
+        if (n % 2) {                                                                                                \
+            float p_last = from_bits((uint32_t)p[n - 1] << 16), g_last = from_bits((uint32_t)g[n - 1] << 16);        \
+            p[n - 1] = (uint16_t)(bf16_round(RULE##_f32(p_last, g_last, r, maximize)) >> 16);                       \
+        }                                                                                                           \
+    }                                                                                                               \
+    INLINE void RULE##_run_bf16(uint16_t *restrict p, const uint16_t *restrict g, int64_t n, const Row *row) {       \
+        const Row_f32 r = row_f32(row);                                                                             \
+        if (r.maximize) RULE##_words_bf16(p, g, n, &r, 1);                                                          \
+        else RULE##_words_bf16(p, g, n, &r, 0);                                                                     \
+    }                                                                                                               \
+    INLINE void RULE##_run_f16(uint16_t *restrict p, const uint16_t *restrict g, int64_t n, const Row *row) {        \
+        const Row_f32 r = row_f32(row);                                                                             \
+        for (int64_t i = 0; i < n; i++)                                                                             \
+            p[i] = f16_narrow(RULE##_f32(f16_widen(p[i]), f16_widen(g[i]), &r, r.maximize));                        \
+    }
+
+SWEEP(biclip, float, f32)
+SWEEP(biclip, double, f64)
+SWEEP_16(biclip)
+SWEEP(rescale, float, f32)
+SWEEP(rescale, double, f64)
+SWEEP_16(rescale)
+
+/* ---- counting: integers by plain reductions, squares by fixed lanes in double, the maximum by its bit pattern ---- */
+
+#define TALLY(REAL, BITS, SUFFIX, INFINITE, BEFORE)                                                                  \
+    INLINE void tally_##SUFFIX(const REAL *restrict x, int64_t n, const Row *row, Tally *t, double *lane) {          \
+        const Row_##SUFFIX r = row_##SUFFIX(row);                                                                   \
+        const REAL dead = r.dead_zone, low = r.d > dead ? r.d : dead, high = r.u > low ? BEFORE(r.u, (REAL)0) : low; \
+        BITS zero = 0, below = 0, above = 0, largest = 0;                                                           \
+        for (int64_t i = 0; i < n; i++) {                                                                           \
+            BITS b;                                                                                                 \
+            REAL a;                                                                                                 \
+            memcpy(&b, x + i, sizeof b);                                                                            \
+            b &= (BITS)~((BITS)1 << (8 * sizeof b - 1));                                                            \
+            memcpy(&a, &b, sizeof a);                                                                               \
+            zero += a <= dead;                                                                                      \
+            below += a <= low;                                                                                      \
+            above += a > high;                                                                                      \
+            largest = b > largest ? b : largest;                                                                    \
+        }                                                                                                           \
+        t->elements += n, t->zero += zero, t->below += below - zero, t->above += above;                             \
+        if (largest >= INFINITE) { /* rare: finite elements only, one by one, into the same lanes */                \
+            for (int64_t i = 0; i < n; i++) {                                                                       \
+                double a = fabs((double)x[i]);                                                                      \
+                if (!(a < INFINITY)) t->nonfinite++;                                                                \
+                else lane[i % LANES] = fma(a, a, lane[i % LANES]), t->largest = a > t->largest ? a : t->largest;    \
+            }                                                                                                       \
+            return;                                                                                                 \
+        }                                                                                                           \
+        REAL top;                                                                                                   \
+        memcpy(&top, &largest, sizeof top);                                                                         \
+        t->largest = top > t->largest ? top : t->largest;                                                           \
+        int64_t i = 0;                                                                                              \
+        for (; i + LANES <= n; i += LANES)                                                                          \
+            for (int j = 0; j < LANES; j++) lane[j] = fma((double)x[i + j], (double)x[i + j], lane[j]);             \
+        for (; i < n; i++) lane[i % LANES] = fma((double)x[i], (double)x[i], lane[i % LANES]);                      \
+    }
+
+TALLY(float, int32_t, f32, 0x7f800000, nextafterf)
+TALLY(double, int64_t, f64, 0x7ff0000000000000, nextafter)
+
+/* Bin = biased exponent of a float, an octave: 2^(bin-127) <= |x| < 2^(bin-126); bin 0 holds what is smaller, zeros too, bin
+ * 255 what is not finite. log2 of the mantissa comes from a table by its first 10 bits (middle of the cell, 16 bits of
+ * fraction): sums of integers have no order, so they repeat whatever the threads did. */
+static uint16_t LOG2[1024];
+
+EXPORT void tailopt_prepare(void) { /* once, before the first pass */
+    for (int i = 0; i < 1024; i++) LOG2[i] = (uint16_t)(log2(1.0 + (i + 0.5) / 1024.0) * 65536.0 + 0.5);
+}
+
+INLINE void histogram(const float *x, int64_t n, uint64_t *bins) {
+    for (int64_t i = 0; i < n; i++) {
+        const uint32_t b = to_bits(x[i]) & 0x7fffffffu;
+        bins[b >> 23] += (uint64_t)1 << 40 | LOG2[(b >> 13) & 1023u];
+    }
+}
+
+INLINE void widen(const Unit *w, const char *g, int64_t n, float *out) {
+    const uint16_t *h = (const uint16_t *)g;
+    if (w->dtype == BF16) for (int64_t i = 0; i < n; i++) out[i] = from_bits((uint32_t)h[i] << 16);
+    else if (w->dtype == F16) for (int64_t i = 0; i < n; i++) out[i] = f16_widen(h[i]);
+    else
+        for (int64_t i = 0; i < n; i++) { /* for the histogram: exponent and mantissa cut to a float's, not rounded */
+            uint64_t b;
+            memcpy(&b, (const double *)(const void *)g + i, 8);
+            const int64_t e = (int64_t)(b >> 52 & 2047), octave = e == 2047 ? 255 : e < 896 ? 0 : e > 1150 ? 254 : e - 896;
+            out[i] = from_bits((uint32_t)octave << 23 | (uint32_t)(b >> 29 & 0x7fffffu));
+        }
+}
+
+/* ---- a unit: in blocks of STRIDE cache lines, each updated, counted and sampled while it is in the first cache ---- */
+
+INLINE int64_t size_of(int dtype) { return dtype == F32 ? 4 : dtype == F64 ? 8 : 2; }
+
+INLINE void sample(const Unit *w, int64_t at, int64_t n, float *wide) {
+    const int64_t size = size_of(w->dtype), line = LINE / size;
+    const int64_t first = w->phase < 0 ? 0 : w->phase * line, end = w->phase < 0 ? n : first + line < n ? first + line : n;
+    const char *g = (const char *)w->g + (at + first) * size;
+    if (first >= end) return;
+    if (w->dtype == F32) {
+        histogram((const float *)g, end - first, w->bins);
+    } else {
+        widen(w, g, end - first, wide);
+        histogram(wide, end - first, w->bins);
+    }
+}
+
+INLINE void tally(const Unit *w, int64_t at, int64_t n, double *lane, float *wide) {
+    const char *g = (const char *)w->g + at * size_of(w->dtype);
+    if (w->dtype == F32) tally_f32((const float *)g, n, w->row, w->tally, lane);
+    else if (w->dtype == F64) tally_f64((const double *)g, n, w->row, w->tally, lane);
+    else {
+        widen(w, g, n, wide);
+        tally_f32(wide, n, w->row, w->tally, lane);
+    }
+}
+
+INLINE void update(const Unit *w, int64_t at, int64_t n) {
+    void *p = (char *)w->p + at * size_of(w->dtype);
+    const void *g = (const char *)w->g + at * size_of(w->dtype);
+    if (w->op == BICLIP) switch (w->dtype) {
+        case F32: biclip_run_f32(p, g, n, w->row); break;
+        case F64: biclip_run_f64(p, g, n, w->row); break;
+        case BF16: biclip_run_bf16(p, g, n, w->row); break;
+        default: biclip_run_f16(p, g, n, w->row);
+    } else switch (w->dtype) {
+        case F32: rescale_run_f32(p, g, n, w->row); break;
+        case F64: rescale_run_f64(p, g, n, w->row); break;
+        case BF16: rescale_run_bf16(p, g, n, w->row); break;
+        default: rescale_run_f16(p, g, n, w->row);
+    }
+}
+
+INLINE void fold(const double *lane, Tally *t) {
+    double sum[LANES];
+    memcpy(sum, lane, sizeof sum);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int j = 0; j < half; j++) sum[j] += sum[j + half];
+    t->squares = sum[0];
+}
+
+INLINE void unit(const Unit *w) {
+    const int64_t block = w->tally || w->bins ? STRIDE * LINE / size_of(w->dtype) : w->count;
+    double lane[LANES] = {0};
+    float wide[STRIDE * LINE / 2];
+    for (int64_t at = 0; at < w->count; at += block) {
+        const int64_t n = w->count - at < block ? w->count - at : block;
+        if (w->tally) tally(w, at, n, lane, wide);
+        if (w->bins) sample(w, at, n, wide);
+        if (w->op != COUNT) update(w, at, n);
+    }
+    if (w->tally) fold(lane, w->tally);
+}
+
+/* ---- instruction sets ---- */
+
+#define VARIANT(NAME, TARGET) TARGET static void unit_##NAME(const Unit *w) { unit(w); }
+VARIANT(portable, )
+#ifdef X86
+#include <immintrin.h>
+
+/* BiClip in fp32 with counts, the case that runs in every step of a watched training, by hand: update and counts from the
+ * same registers. As separate loops they take 1.25 times as long as the update alone, so 1.0 times (one thread). */
+__attribute__((target("avx2,fma"))) static void watched_avx2(const Unit *w) {
+    const Row_f32 r = row_f32(w->row);
+    const float dead_f = r.dead_zone, low_f = r.d > dead_f ? r.d : dead_f, high_f = r.u > low_f ? nextafterf(r.u, 0.0f) : low_f;
+    const __m256 sign = _mm256_set1_ps(-0.0f), flip = r.maximize ? sign : _mm256_setzero_ps();
+    const __m256 u = _mm256_set1_ps(r.u), d = _mm256_set1_ps(r.d), dead = _mm256_set1_ps(dead_f);
+    const __m256 low = _mm256_set1_ps(low_f), high = _mm256_set1_ps(high_f);
+    const __m256 neg_lr = _mm256_set1_ps(r.neg_lr), decay = _mm256_set1_ps(r.decay);
+    __m256i zeros = _mm256_setzero_si256(), belows = zeros, aboves = zeros, largest = zeros;
+    __m256d squares_low = _mm256_setzero_pd(), squares_high = squares_low;
+    const int64_t block = STRIDE * LINE / 4, full = w->count / 8 * 8;
+    float wide[1]; /* fp32 needs no widening */
+    float *p = w->p;
+    const float *g = w->g;
+    for (int64_t at = 0; at < w->count; at += block) {
+        const int64_t end = at + block < full ? at + block : full;
+        for (int64_t i = at; i < end; i += 8) {
+            const __m256 x = _mm256_loadu_ps(g + i), a = _mm256_andnot_ps(sign, x);
+            const __m256 unmoved = _mm256_cmp_ps(a, dead, _CMP_LE_OQ);
+            __m256 c = _mm256_min_ps(u, _mm256_max_ps(d, a)); /* data second: NaN stays */
+            c = _mm256_or_ps(c, _mm256_and_ps(_mm256_xor_ps(x, flip), sign));
+            c = _mm256_andnot_ps(unmoved, c);
+            _mm256_storeu_ps(p + i, _mm256_fmadd_ps(neg_lr, c, _mm256_mul_ps(_mm256_loadu_ps(p + i), decay)));
+            zeros = _mm256_sub_epi32(zeros, _mm256_castps_si256(unmoved));
+            belows = _mm256_sub_epi32(belows, _mm256_castps_si256(_mm256_cmp_ps(a, low, _CMP_LE_OQ)));
+            aboves = _mm256_sub_epi32(aboves, _mm256_castps_si256(_mm256_cmp_ps(a, high, _CMP_GT_OQ)));
+            largest = _mm256_max_epi32(largest, _mm256_castps_si256(a));
+            const __m256d x_low = _mm256_cvtps_pd(_mm256_castps256_ps128(x)), x_high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+            squares_low = _mm256_fmadd_pd(x_low, x_low, squares_low);
+            squares_high = _mm256_fmadd_pd(x_high, x_high, squares_high);
+        }
+        if (w->bins) sample(w, at, w->count - at < block ? w->count - at : block, wide);
+    }
+    int32_t lanes[4][8];
+    double lane[LANES];
+    _mm256_storeu_si256((void *)lanes[0], zeros);
+    _mm256_storeu_si256((void *)lanes[1], belows);
+    _mm256_storeu_si256((void *)lanes[2], aboves);
+    _mm256_storeu_si256((void *)lanes[3], largest);
+    _mm256_storeu_pd(lane, squares_low);
+    _mm256_storeu_pd(lane + 4, squares_high);
+    Tally *t = w->tally, whole = {0};
+    float top = 0;
+    for (int j = 0; j < 8; j++) {
+        t->zero += lanes[0][j], t->below += lanes[1][j] - lanes[0][j], t->above += lanes[2][j];
+        const float x = from_bits((uint32_t)lanes[3][j]);
+        top = x <= top ? top : x; /* NaN wins */
+    }
+    t->elements += full, t->largest = top;
+    tally_f32(g + full, w->count - full, w->row, t, lane);
+    biclip_run_f32(p + full, g + full, w->count - full, w->row);
+    if (!(top < INFINITY)) { /* rare: count again, finite elements only */
+        memset(lane, 0, sizeof lane);
+        tally_f32(g, w->count, w->row, &whole, lane);
+        *t = whole;
+    }
+    fold(lane, t);
+}
+
+__attribute__((target("avx2,fma"))) static void unit_avx2(const Unit *w) {
+    if (w->tally && w->op == BICLIP && w->dtype == F32) watched_avx2(w);
+    else unit(w);
+}
+
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512"))) static void unit_avx512(const Unit *w) {
+    if (w->tally && w->op == BICLIP && w->dtype == F32) watched_avx2(w);
+    else unit(w);
+}
+#endif
+
+typedef struct { const char *name; void (*run)(const Unit *); } Variant;
+static const Variant VARIANTS[] = { /* best last */
+    {"portable", unit_portable},
+#ifdef X86
+    {"avx2", unit_avx2},
+    {"avx512", unit_avx512},
+#endif
+};
+
+EXPORT int tailopt_version(void) { return VERSION; }
+
+EXPORT int tailopt_openmp(void) {
+#ifdef _OPENMP
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* The name of variant i, or NULL past the last one this processor can run. */
+EXPORT const char *tailopt_variant(int i) {
+    if (i < 0 || i >= (int)(sizeof VARIANTS / sizeof *VARIANTS)) return NULL;
+#ifdef X86
+    __builtin_cpu_init();
+    if (i == 1 && !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))) return NULL;
+    if (i == 2 && !(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))) return NULL;
+#endif
+    return VARIANTS[i].name;
+}
+
+/* ---- the pass ---- */
+
+typedef struct {
+    int op, variant, phase, tensors;
+    const uint64_t *p, *g;          /* addresses; p is not read for COUNT */
+    const int64_t *count;
+    const int32_t *dtype, *row, *slot;
+    const Row *rows;
+    Tally *tally;                   /* added to at the tensor's slot; or NULL */
+    uint64_t *bins, *logs;          /* BINS a slot each, added to; or NULL */
+    Tally *partial;                 /* one a unit */
+} Pass;
+
+static void flush(uint64_t *table, uint64_t *bins, uint64_t *logs) {
+    for (int k = 0; k < BINS; k++)
+        if (table[k]) {
+            const uint64_t count = table[k] >> 40, log = table[k] & (((uint64_t)1 << 40) - 1);
+#ifdef _OPENMP
+#pragma omp atomic
+#endif
+            bins[k] += count;
+#ifdef _OPENMP
+#pragma omp atomic
+#endif
+            logs[k] += log;
+            table[k] = 0;
+        }
+}
+
+/* The units that start in [from, to) of all tensors laid end to end. */
+static void share(const Pass *s, int64_t from, int64_t to) {
+    uint64_t table[BINS] = {0};
+    int64_t offset = 0, index = 0;
+    for (int i = 0; i < s->tensors && offset < to; i++) {
+        const int64_t n = s->count[i];
+        if (offset + n <= from) { offset += n, index += (n + UNIT - 1) / UNIT; continue; }
+        int held = 0; /* units in the table; packed sums hold 128 complete ones */
+        for (int64_t at = 0; at < n; at += UNIT, index++) {
+            if (offset + at < from || offset + at >= to) continue;
+            const int64_t byte = at * size_of(s->dtype[i]);
+            Unit w = {s->op, s->dtype[i], n - at < UNIT ? n - at : UNIT, n < UNIT ? -1 : s->phase,
+                      s->op == COUNT ? NULL : (char *)(uintptr_t)s->p[i] + byte, (const char *)(uintptr_t)s->g[i] + byte,
+                      s->rows + s->row[i], s->partial ? s->partial + index : NULL, s->bins ? table : NULL};
+            VARIANTS[s->variant].run(&w);
+            if (s->bins && ++held == 128) flush(table, s->bins + (int64_t)s->slot[i] * BINS, s->logs + (int64_t)s->slot[i] * BINS), held = 0;
+        }
+        if (held) flush(table, s->bins + (int64_t)s->slot[i] * BINS, s->logs + (int64_t)s->slot[i] * BINS);
+        offset += n;
+    }
+}
+
+/* Returns 0, or -1 when there was no memory for the partial sums (nothing was touched then). */
+EXPORT int tailopt_pass(int op, int variant, int threads, int tensors, const uint64_t *p, const uint64_t *g,
+                        const int64_t *count, const int32_t *dtype, const int32_t *row, const double *rows,
+                        const int32_t *slot, void *tally, uint64_t *bins, uint64_t *logs, int phase) {
+    Pass s = {op, variant, phase, tensors, p, g, count, dtype, row, slot,
+              (const Row *)rows, (Tally *)tally, bins, logs, NULL};
+    int64_t total = 0, units = 0;
+    for (int i = 0; i < tensors; i++) total += count[i], units += (count[i] + UNIT - 1) / UNIT;
+    if (tally && units && !(s.partial = (Tally *)calloc((size_t)units, sizeof(Tally)))) return -1;
+    if (total < SERIAL || threads < 2) {
+        share(&s, 0, total);
+    } else {
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads)
+        {
+            const int64_t k = omp_get_thread_num(), all = omp_get_num_threads();
+            share(&s, total / all * k + total % all * k / all, total / all * (k + 1) + total % all * (k + 1) / all);
+        }
+#else
+        share(&s, 0, total);
+#endif
+    }
+    const Tally *unit_tally = s.partial;
+    for (int i = 0; s.partial && i < tensors; i++)
+        for (int64_t at = 0; at < count[i]; at += UNIT, unit_tally++) {
+            Tally *t = s.tally + slot[i];
+            t->elements += unit_tally->elements, t->zero += unit_tally->zero, t->below += unit_tally->below, t->above += unit_tally->above;
+            t->nonfinite += unit_tally->nonfinite, t->squares += unit_tally->squares;
+            t->largest = unit_tally->largest > t->largest ? unit_tally->largest : t->largest;
+        }
+    free(s.partial);
+    return 0;
+}

@@ -1,0 +1,155 @@
+"""Loads the C kernel and hands it addresses.
+
+`library()` is the kernel or None, `why_missing()` says why not. The library is found beside this file, loaded by ctypes
+and never imported, so one build serves every Python and every torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+VERSION = 1  # of cpu.c; a library of another version is refused
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+BINS = 256  # octaves of a histogram
+OPERATIONS = {"biclip": 0, "rescale": 1, "count": 2}
+
+_forked = False
+
+
+def _after_fork() -> None:
+    # A parallel region in the parent leaves a thread pool that the child does not have: its first region would hang.
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+@dataclass(frozen=True)
+class Library:
+    """The loaded kernel. `variants`: instruction sets this processor can run, best last."""
+
+    path: Path
+    variants: tuple[str, ...]
+    openmp: bool
+    _pass: Callable[..., int]
+
+    def run(
+        self,
+        operation: str,
+        params: Sequence[Tensor] | None,
+        grads: Sequence[Tensor],
+        which_row: Sequence[int],
+        rows: Sequence[float],
+        *,
+        tallies: Tallies | None = None,
+        slots: Sequence[int] | None = None,
+        variant: str | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """One pass. The tensors must be dense CPU tensors of DTYPES, each parameter strided like its gradient.
+
+        rows: 9 numbers a row, as `Row` in cpu.c. tallies: where to add what was counted, at `slots`.
+        """
+        n = len(grads)
+        dtypes = array("i", [DTYPES[g.dtype] for g in grads])
+        counts = array("q", map(Tensor.numel, grads))
+        g = array("Q", map(Tensor.data_ptr, grads))
+        p = array("Q", map(Tensor.data_ptr, params)) if params is not None else None
+        row, numbers = array("i", which_row), array("d", rows)
+        slot = array("i", range(n) if slots is None else slots)
+        failed = self._pass(
+            OPERATIONS[operation],
+            len(self.variants) - 1 if variant is None else self.variants.index(variant),
+            1 if _forked else (threads or torch.get_num_threads()),
+            n,
+            p.buffer_info()[0] if p is not None else None,
+            g.buffer_info()[0],
+            counts.buffer_info()[0],
+            dtypes.buffer_info()[0],
+            row.buffer_info()[0],
+            numbers.buffer_info()[0],
+            slot.buffer_info()[0],
+            tallies.table.data_ptr() if tallies is not None else None,
+            tallies.bins.data_ptr() if tallies is not None and tallies.bins is not None else None,
+            tallies.logs.data_ptr() if tallies is not None and tallies.logs is not None else None,
+            -1 if tallies is None else tallies.phase,
+        )
+        if failed:
+            raise MemoryError(f"No memory for the partial sums of a pass over {n} tensors.")
+
+
+@dataclass
+class Tallies:
+    """What passes add up: [slots, 7] words as `Tally` in cpu.c, and histograms where asked for."""
+
+    table: Tensor
+    bins: Tensor | None = None
+    logs: Tensor | None = None
+    phase: int = -1  # which line in 32 of a large tensor is sampled; -1: all
+
+    @classmethod
+    def empty(cls, slots: int, histogram: bool = False, device: torch.device | None = None) -> Tallies:
+        table = torch.zeros(slots, 7, dtype=torch.int64, device=device)
+        if not histogram:
+            return cls(table)
+        bins, logs = torch.zeros(2, slots, BINS, dtype=torch.int64, device=device).unbind()
+        return cls(table, bins, logs)
+
+    @property
+    def integers(self) -> Tensor:
+        """elements, zero, below, above, nonfinite"""
+        return self.table[:, :5]
+
+    @property
+    def reals(self) -> Tensor:
+        """sum of squares, largest magnitude; both over finite elements"""
+        return self.table.view(torch.float64)[:, 5:]
+
+
+def library() -> Library | None:
+    """The kernel, loaded once; None where it cannot be had."""
+    return _load()[0]
+
+
+def why_missing() -> str:
+    """Why `library()` is None, and what to do; empty where it is not."""
+    return _load()[1]
+
+
+@functools.cache
+def _load() -> tuple[Library | None, str]:
+    remedy = "Install a C compiler and reinstall tailopt-torch."
+    found = sorted(p for p in Path(__file__).parent.glob("_cpu.*") if p.suffix in (".so", ".pyd", ".dylib"))
+    if not found:
+        return None, f"it was not built: no compiler worked when tailopt-torch was installed. {remedy}"
+    path = found[0]
+    try:
+        handle = ctypes.CDLL(str(path))  # after torch: binds to the OpenMP runtime torch has loaded
+    except OSError as error:
+        return None, f"{path.name} does not load on this {platform.machine()} machine ({error}). {remedy}"
+    try:
+        version = handle.tailopt_version()
+    except AttributeError:
+        return None, f"{path.name} is not tailopt's kernel. Reinstall tailopt-torch."
+    if version != VERSION:
+        return None, f"{path.name} has version {version}, this release needs {VERSION}. Reinstall tailopt-torch."
+    handle.tailopt_prepare()
+    handle.tailopt_variant.restype = ctypes.c_char_p
+    names = (handle.tailopt_variant(i) for i in range(16))
+    variants = tuple(name.decode() for name in names if name is not None)
+    one_pass = handle.tailopt_pass
+    one_pass.argtypes = [ctypes.c_int] * 4 + [ctypes.c_void_p] * 10 + [ctypes.c_int]
+    one_pass.restype = ctypes.c_int
+    return Library(path, variants, bool(handle.tailopt_openmp()), one_pass), ""

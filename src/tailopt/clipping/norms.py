@@ -1,0 +1,166 @@
+"""Norms over many tensors and shards: for L2Clip's scopes, and the largest gradient for an automatic dead zone.
+
+A sum of squares is kept as a pair (m, q) that stands for m^2 * q in float64: m is 1 unless the elements are float64
+numbers whose squares leave the range, so that no norm overflows or underflows while the elements are representable.
+Everything stays on the device; one collective covers all shards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tailopt.clipping.counts import add
+from tailopt.clipping.cpu import Tallies
+from tailopt.clipping.operators import real_parts
+from tailopt.clipping.reference import Number, Rescaled
+from tailopt.clipping.shards import by_ranks, is_dtensor, over_shards
+
+UNTHRESHOLDED = (float("inf"), 0.0, 0.0)
+
+
+def rescalings(
+    grads: Sequence[Tensor],
+    owners: Sequence[Tensor],
+    scope: Sequence[int],
+    scopes: int,
+    wanted: Sequence[tuple[int, Number, Number, torch.dtype]],
+    traced: bool = False,
+) -> list[Rescaled]:
+    """How gradients are to be rescaled so that the norm of their scope lies between d and u.
+
+    grads: this rank's part of every gradient; owners: the parameters they belong to; scope: the scope each is in.
+    wanted: (scope, u, d, type of the arithmetic), one for every result. traced: through torch operations alone, so that
+    autograd and compilers can follow; then, and off the CPU, a result holds 0-dim tensors, else numbers.
+    """
+    pairs = _over_scopes(grads, owners, scope, scopes, traced)
+    if pairs.device.type == "cpu" and not traced:
+        numbers = pairs.tolist()
+        return [_rescaled(numbers[k][0], numbers[k][1], float(u), float(d), dtype) for k, u, d, dtype in wanted]
+    return [_rescaled_on_device(pairs[k, 0], pairs[k, 1], u, d, dtype) for k, u, d, dtype in wanted]
+
+
+def largest(grads: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
+    """max |g| over the finite elements of all gradients and all their shards; a 0-dim float64 tensor."""
+    tops = _tallied(grads).reals[:, 1]
+    result = tops.new_zeros(())
+    for groups, members in by_ranks(owners).items():
+        over = over_shards(tops[members].amax(), groups, lambda parts: parts.amax(0))
+        result = torch.maximum(result, over)
+    return result
+
+
+def nonfinite(grads: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
+    """How many elements of each gradient are not finite, over all its shards."""
+    found = _tallied(grads).integers[:, 4].clone()
+    for groups, members in by_ranks(owners).items():
+        found[members] = over_shards(found[members], groups, lambda parts: parts.sum(0))
+    return found
+
+
+def _tallied(grads: Sequence[Tensor]) -> Tallies:
+    tallies = Tallies.empty(len(grads), device=grads[0].device if grads else None)
+    add(grads, range(len(grads)), UNTHRESHOLDED, tallies)
+    return tallies
+
+
+def _over_scopes(
+    grads: Sequence[Tensor], owners: Sequence[Tensor], scope: Sequence[int], scopes: int, traced: bool
+) -> Tensor:
+    """[scopes, 2]: the pair of every scope, over all shards."""
+    on_cpu = not grads or grads[0].device.type == "cpu"
+    pairs = _pairs_by_kernel(grads) if on_cpu and not traced else _pairs_by_torch(grads)
+    if scopes == 1 and not any(map(is_dtensor, owners)):  # the usual case, and small steps notice the rest
+        return _fold(pairs)[None]
+    nothing = pairs.new_tensor([1.0, 0.0])
+    total = nothing.expand(scopes, 2)
+    for groups, members in by_ranks(owners).items():
+        inside: list[list[int]] = [[] for _ in range(scopes)]
+        for i in members:
+            inside[scope[i]].append(i)
+        local = torch.stack([pairs[m[0]] if len(m) == 1 else _fold(pairs[m]) if m else nothing for m in inside])
+        total = _fold(torch.stack([total, over_shards(local, groups, _fold)]))
+    return total
+
+
+def _pairs_by_kernel(grads: Sequence[Tensor]) -> Tensor:
+    tallies = _tallied(grads)
+    squares, top = tallies.reals.unbind(1)
+    pairs = torch.stack([torch.ones_like(squares), squares], dim=1)
+    for i, g in enumerate(grads):
+        if g.dtype in (torch.float64, torch.complex128) and top[i] > 0 and not 1e-270 < squares[i] < 1e300:
+            pairs[i, 0] = top[i]
+            pairs[i, 1] = (real_parts(g) / top[i]).square().sum()
+    pairs[:, 1] = torch.where(
+        tallies.integers[:, 4] > 0, float("nan"), pairs[:, 1]
+    )  # the tally left these elements out
+    return pairs
+
+
+def _pairs_by_torch(grads: Sequence[Tensor]) -> Tensor:
+    rows = []
+    for g in map(real_parts, grads):
+        m = torch.ones((), dtype=torch.float64, device=g.device)
+        if g.dtype == torch.float64 and g.numel():
+            top = g.detach().abs().amax()
+            m = torch.where(top > 0, top, m)
+            g = g / m
+        q = torch.linalg.vector_norm(g, dtype=torch.float64).square()
+        rows.append(torch.stack([m, torch.where(torch.isfinite(q), q, float("nan"))]))
+    return torch.stack(rows)
+
+
+def _fold(pairs: Tensor) -> Tensor:
+    """The sum of pairs along the first dimension, added in order."""
+    m, q = pairs[..., 0], pairs[..., 1]
+    m = torch.where(q == 0, 0.0, m)  # nothing has no size: its m must not decide, nor overflow below
+    top = m.amax(0)
+    top = torch.where(top == 0, 1.0, top)
+    return torch.stack([top, (q * (m / top).square()).sum(0)], dim=-1)
+
+
+def _rescaled(m: float, q: float, u: float, d: float, dtype: torch.dtype) -> Rescaled:
+    """The norm n = m * sqrt(q) against its thresholds, in numbers.
+
+    A norm outside the range of the arithmetic is brought back by a power of two, so that neither it nor the quotient
+    g / n is lost.
+    """
+    if q == 0:
+        return Rescaled(1.0, 1.0, 0.0)
+    if math.isnan(q):
+        return Rescaled(1.0, math.nan, 1.0)
+    limits, root = torch.finfo(dtype), math.sqrt(q)
+    scale = 1.0
+    if not limits.tiny <= m * root <= limits.max:
+        reach = _REACH[dtype]
+        scale = 2.0 ** -max(-reach, min(reach, math.frexp(m)[1] + math.frexp(root)[1]))
+    norm = m * scale * root
+    if norm <= d * scale:
+        return Rescaled(scale, norm, d)
+    if norm >= u * scale:
+        return Rescaled(scale, norm, u)
+    return Rescaled(1.0, 1.0, 1.0)
+
+
+# The largest powers of two by which a number of the type can be multiplied: 2^reach itself is a normal number.
+_REACH = {torch.float32: 126, torch.float64: 1000}
+
+
+def _rescaled_on_device(m: Tensor, q: Tensor, u: Number, d: Number, dtype: torch.dtype) -> Rescaled:
+    """`_rescaled` in 0-dim float64 tensors: nothing waits for the norm, and autograd can follow it."""
+    u, d = (torch.as_tensor(t, dtype=torch.float64, device=m.device).reshape(()) for t in (u, d))
+    limits, reach = torch.finfo(dtype), _REACH[dtype]
+    empty = q == 0
+    root = torch.where(empty, 1.0, q).sqrt()
+    exponent = torch.frexp(m.detach())[1] + torch.frexp(root.detach())[1]
+    fits = (m * root >= limits.tiny) & (m * root <= limits.max) | torch.isnan(q)
+    scale = torch.exp2(-torch.where(fits, 0, exponent.clamp(-reach, reach)).double())
+    norm = m * scale * root
+    low, high = norm <= d * scale, norm >= u * scale
+    clipped = (low | high) & ~empty
+    target = torch.where(empty, 0.0, torch.where(low, d, torch.where(high, u, 1.0)))
+    numbers = torch.where(clipped, scale, 1.0), torch.where(clipped | torch.isnan(norm), norm, 1.0), target
+    return Rescaled(*(t.to(dtype) for t in numbers))

@@ -1,0 +1,99 @@
+"""What one step means, in plain torch: the oracle of every kernel.
+
+    p <- fma(-lr, clip(g), p * (1 - lr * weight_decay))
+
+fp64 is computed in itself, everything else in fp32; numbers are rounded once to that type, the result once to the
+parameter's. `Coordinates` and `Rescaled` are the two ways to clip, `Step` a clip with the numbers of a param group.
+Kernels take the same `Step` and must give the same bits. Nothing here is fast, and nothing here is optimised.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tailopt.clipping.operators import arithmetic, clip_coordinates
+
+Number = float | Tensor
+
+
+class Coordinates(NamedTuple):
+    """Clip each coordinate: the magnitude into [d, u], the sign kept, nothing at or below dead_zone moved."""
+
+    u: Number
+    d: Number
+    dead_zone: Number = 0.0
+
+    def __call__(self, g: Tensor) -> Tensor:
+        return clip_coordinates(g, self.u, self.d, self.dead_zone)
+
+
+class Rescaled(NamedTuple):
+    """Give a vector of known norm another length: ((g * scale) / norm) * target.
+
+    `scale` is 1, or a power of two that brings a norm outside the type's range back into it; (1, 1, 1) is the
+    identity.
+    """
+
+    scale: Number
+    norm: Number
+    target: Number
+
+    def __call__(self, g: Tensor) -> Tensor:
+        return g * self.scale / self.norm * self.target + 0.0  # -0 becomes +0: a zero moves nothing, not even -0
+
+
+class Step(NamedTuple):
+    """One param group's numbers for one step."""
+
+    clip: Coordinates | Rescaled
+    lr: Number
+    weight_decay: float = 0.0
+    maximize: bool = False
+
+    def decay(self, dtype: torch.dtype) -> Number:
+        """1 - lr * weight_decay: in float64 from numbers, in the arithmetic's type from a tensor lr."""
+        lr = self.lr.to(dtype) if isinstance(self.lr, Tensor) else self.lr
+        return 1 - lr * self.weight_decay
+
+
+def step(p: Tensor, g: Tensor, how: Step) -> Tensor:
+    """The parameter after one step, as a new tensor.
+
+    Examples:
+        >>> p, g = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([9.0, 0.0, -1e-6])
+        >>> step(p, g, Step(Coordinates(u=0.5, d=0.1), lr=1.0))
+        tensor([0.5000, 1.0000, 1.1000])
+    """
+    dtype = arithmetic(p.dtype)
+    wide, g = p.to(dtype), g.to(dtype)
+    c = how.clip(-g if how.maximize else g)
+    decayed = wide if how.weight_decay == 0 else wide * rounded(how.decay(dtype), dtype)
+    return fma(-rounded(how.lr, dtype), c, decayed).to(p.dtype)
+
+
+def rounded(value: Number, dtype: torch.dtype) -> Tensor:
+    """A number as a 0-dim tensor of the arithmetic's type."""
+    return torch.as_tensor(value, dtype=torch.float64 if not isinstance(value, Tensor) else value.dtype).to(dtype)
+
+
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c with one rounding.
+
+    fp32: the product is exact in fp64; the sum is rounded to odd there (the last bit says whether anything was lost),
+    so that the second rounding, to fp32, is the only one that counts. fp64: torch's own fused operation, which is
+    fused only where the processor can do it.
+    """
+    if c.dtype == torch.float64:
+        return torch.add(c, b, alpha=float(a))
+    product, c = a.double() * b.double(), c.double()
+    total = product + c
+    part = total - product
+    lost = (product - (total - part)) + (c - part)  # what the addition rounded away (two-sum)
+    bits = total.view(torch.int64)
+    even = (bits & 1) == 0
+    away = (lost > 0) == (total > 0)  # the exact sum lies farther from zero than the rounded one
+    odd = torch.where(away, bits + 1, bits - 1).view(torch.float64)
+    return torch.where((lost != 0) & even & torch.isfinite(total), odd, total).float()

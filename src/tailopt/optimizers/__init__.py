@@ -1,0 +1,1 @@
+"""torch.optim shells over `tailopt.clipping`: BiClip, L2Clip, and checkpoints by parameter name."""

@@ -1,0 +1,178 @@
+"""BiClip as a torch optimizer: Adam's quality at SGD's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.optim.optimizer import _use_grad_for_differentiable
+
+from tailopt.clipping.counts import Watch
+from tailopt.clipping.norms import largest
+from tailopt.clipping.operators import arithmetic
+from tailopt.clipping.reference import Coordinates, Number, Step
+from tailopt.clipping.shards import local_pair
+from tailopt.clipping.update import Batch, update
+from tailopt.optimizers.shell import Group, Shell, restore, way
+
+
+class BiClip(Shell):
+    """Clip every coordinate of the gradient to a magnitude between d and u, then descend.
+
+        p <- p * (1 - lr * weight_decay) - lr * sign(g) * min(max(|g|, d), u)
+
+    One step moves a coordinate by at least lr * d and at most lr * u, whatever the gradient's tail; a zero gradient
+    moves nothing. No state is kept: memory is that of SGD without momentum. Computed in fp32 for fp32, bf16 and fp16,
+    in fp64 for fp64, with one fused multiply-add and one rounding at the store.
+
+    Args:
+        params: parameters, named parameters or groups, each with its own values of what follows.
+        lr: learning rate, a number or a 1-element tensor.
+        u: upper threshold, a number or a tensor: 0-dim, or one that broadcasts against the parameters of its group
+            (row- and column-wise thresholds).
+        d: lower threshold, 0 <= d <= u, likewise.
+        weight_decay: decoupled, as in AdamW.
+        dead_zone: coordinates with |g| <= dead_zone stay unmoved. "auto": 4 * eps * max|g| over all parameters, for
+            those whose true gradient is zero (a bias before BatchNorm), where d would make a full step of rounding
+            noise; it costs a read of the gradients. It does not cure gradients computed wholly in bf16.
+        nonfinite: what a NaN or infinity in a gradient does. "propagate" (free): NaN goes into the parameter, an
+            infinity counts as u. "skip": that tensor is left as it is and counted; "raise": FloatingPointError before
+            anything moved. Both cost a read of the gradients; "raise" waits for the device, "skip" on a GPU copies the
+            parameters.
+        statistics: count in the same pass: "counts" (thresholds hit, sum of squares, maximum), True (with a sampled
+            histogram), "complete" (a histogram of every element, several times slower). See `statistics()`.
+        maximize, foreach, capturable, differentiable, fused: as in torch. Without any of them the fastest kernel is
+            taken. `fused=True` (CPU) also takes the unscaling over from GradScaler.
+
+    Examples:
+        >>> w = torch.nn.Parameter(torch.tensor([1.0, 1.0]))
+        >>> opt = BiClip([w], lr=0.1, u=1.0, d=0.5)
+        >>> (w * torch.tensor([100.0, 0.001])).sum().backward()
+        >>> opt.step()
+        >>> w.data
+        tensor([0.9000, 0.9500])
+    """
+
+    optional = {**Shell.optional, "dead_zone": 0.0}
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Number = 1e-2,
+        u: Number = 1.0,
+        d: Number = 1e-2,
+        *,
+        weight_decay: float = 0.0,
+        dead_zone: float | str = 0.0,
+        nonfinite: str = "propagate",
+        statistics: bool | str = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "u": u,
+            "d": d,
+            "weight_decay": weight_decay,
+            "dead_zone": dead_zone,
+            "nonfinite": nonfinite,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        super().__init__(params, defaults, statistics)
+
+    def lower_thresholds(self, group: Group) -> list[tuple[str, Number]]:
+        dead_zone = group["dead_zone"]
+        if isinstance(dead_zone, str) and dead_zone != "auto":
+            raise ValueError(f'Invalid dead_zone: {dead_zone!r}; need a number with 0 <= dead_zone <= u, or "auto".')
+        return super().lower_thresholds(group) + ([] if isinstance(dead_zone, str) else [("dead_zone", dead_zone)])
+
+    @_use_grad_for_differentiable
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; returns what the closure returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gathered = self._gather()
+        if not self._unscale(gathered):
+            return loss
+        batches = self._batches(gathered)
+        batches, kept = self._refuse_nonfinite(batches, lambda b, i: id(batches[b][1].params[i]))
+        watch, slots = None, 0
+        if self._statistics is not None:
+            watch, slots = self._watch, len(self.names())
+            watch.next_pass()
+        ways: dict[str, list[Batch]] = {}
+        for group, batch in batches:
+            if batch.params:
+                ways.setdefault(way(group, batch.params), []).append(batch)
+        for name, same in ways.items():
+            if name == "fused":
+                _fused_biclip(same, watch, slots)
+            elif name == "single":
+                _single_tensor_biclip(same, watch, slots)
+            else:
+                _multi_tensor_biclip(same, watch, slots, "foreach" if name == "foreach" else None)
+        restore(kept)
+        return loss
+
+    def _batches(self, gathered: list[tuple[Group, list[Tensor], list[Tensor]]]) -> list[tuple[Group, Batch]]:
+        slot = self._slots() if self._statistics is not None else {}
+        top = None
+        if any(group["dead_zone"] == "auto" for group, _, _ in gathered):
+            owners = [p for _, params, _ in gathered for p in params]
+            grads = [g for _, _, grads in gathered for g in grads]
+            top = largest([local_pair(p, g)[1] for p, g in zip(owners, grads, strict=True)], owners)
+        batches = []
+        for group, params, grads in gathered:
+            for chosen, dead_zone in _dead_zones(group, params, top):
+                ps = params if chosen is None else [params[i] for i in chosen]
+                gs = grads if chosen is None else [grads[i] for i in chosen]
+                how = Step(
+                    Coordinates(group["u"], group["d"], dead_zone),
+                    group["lr"],
+                    group["weight_decay"],
+                    group["maximize"],
+                )
+                batches.append((group, Batch(ps, gs, how, [slot[id(p)] for p in ps] if slot else ())))
+        return batches
+
+
+def _dead_zones(group: Group, params: Sequence[Tensor], top: Tensor | None) -> list[tuple[list[int] | None, Number]]:
+    """The group's parameters by dead zone: one for all, or with "auto" one for each type of arithmetic."""
+    if not isinstance(group["dead_zone"], str):
+        return [(None, group["dead_zone"])]
+    assert top is not None
+    result: list[tuple[list[int] | None, Number]] = []
+    for dtype in (torch.float32, torch.float64):
+        chosen = [i for i, p in enumerate(params) if arithmetic(p.dtype) == dtype]
+        zone = 4 * torch.finfo(dtype).eps * top
+        u = group["u"]
+        if zone.is_cpu and not isinstance(u, Tensor):
+            result.append((chosen, min(zone.item(), u)))
+        else:
+            result.append((chosen, torch.minimum(zone, torch.as_tensor(u, dtype=zone.dtype, device=zone.device))))
+    return result
+
+
+def _single_tensor_biclip(batches: Sequence[Batch], watch: Watch | None, slots: int) -> None:
+    update(batches, "single", watch, slots)
+
+
+def _multi_tensor_biclip(batches: Sequence[Batch], watch: Watch | None, slots: int, kernel: str | None = None) -> None:
+    update(batches, kernel, watch, slots)
+
+
+@_disable_dynamo
+def _fused_biclip(batches: Sequence[Batch], watch: Watch | None, slots: int) -> None:
+    update(batches, None, watch, slots)

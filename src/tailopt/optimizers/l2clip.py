@@ -1,0 +1,172 @@
+"""L2Clip as a torch optimizer: the gradient's norm between two thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.optim.optimizer import _use_grad_for_differentiable
+
+from tailopt.clipping.norms import rescalings
+from tailopt.clipping.operators import arithmetic
+from tailopt.clipping.reference import Number, Rescaled, Step
+from tailopt.clipping.shards import local_pair
+from tailopt.clipping.update import Batch, update
+from tailopt.optimizers.shell import Group, Shell, restore, way
+
+SCOPES = ("global", "group", "tensor")
+IDENTITY = Rescaled(1.0, 1.0, 1.0)
+
+
+class L2Clip(Shell):
+    """Rescale the gradient so that its norm lies between d and u, then descend.
+
+        p <- p * (1 - lr * weight_decay) - lr * g * min(max(n, d), u) / n,    n = the norm of g over the scope
+
+    With d = 0 this is SGD with gradient clipping, in one optimizer and with nothing added to n. The norm is one over
+    all parameters of the optimizer, all groups and all shards of a DTensor, unless the scope says otherwise.
+
+    Args:
+        params: parameters, named parameters or groups, each with its own values of what follows.
+        lr: learning rate, a number or a 1-element tensor.
+        u: the largest norm, a number or a 0-dim tensor.
+        d: the smallest norm of a gradient that is not zero, 0 <= d <= u.
+        scope: what n is taken over: "global" (all parameters of all groups with this scope; each group applies its own
+            u and d to the common norm), "group" or "tensor".
+        weight_decay: decoupled, as in AdamW.
+        nonfinite: as in BiClip, but a non-finite element makes everything in its scope NaN ("propagate"), and "skip"
+            leaves everything in its scope as it is.
+        maximize, foreach, capturable, differentiable, fused: as in torch.
+
+    Examples:
+        >>> w = torch.nn.Parameter(torch.tensor([1.0, 1.0]))
+        >>> opt = L2Clip([w], lr=0.1, u=1.0)
+        >>> (w * torch.tensor([30.0, 40.0])).sum().backward()
+        >>> opt.step()
+        >>> w.data
+        tensor([0.9400, 0.9200])
+    """
+
+    optional = {**Shell.optional, "scope": "global"}
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Number = 1e-2,
+        u: Number = 1.0,
+        d: Number = 0.0,
+        *,
+        scope: str = "global",
+        weight_decay: float = 0.0,
+        nonfinite: str = "propagate",
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "u": u,
+            "d": d,
+            "scope": scope,
+            "weight_decay": weight_decay,
+            "nonfinite": nonfinite,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        super().__init__(params, defaults)
+
+    def check(self, group: Group, params: Sequence[Tensor] = (), at_step: bool = False) -> None:
+        if group["scope"] not in SCOPES:
+            raise ValueError(f"Invalid scope: {group['scope']!r}; need one of {', '.join(SCOPES)}.")
+        for name in ("u", "d"):
+            if isinstance(group[name], Tensor) and group[name].numel() != 1:
+                raise ValueError(
+                    f"Invalid thresholds: {name} of shape {tuple(group[name].shape)}; a norm has one threshold, "
+                    "a number or a 0-dim tensor."
+                )
+        super().check(group, params, at_step)
+
+    @_use_grad_for_differentiable
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; returns what the closure returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gathered = self._gather()
+        if not self._unscale(gathered):
+            return loss
+        batches, scopes = _batches(gathered)
+        batches, kept = self._refuse_nonfinite(batches, lambda b, i: scopes[b])
+        ways: dict[str, list[Batch]] = {}
+        for group, batch in batches:
+            if batch.params:
+                ways.setdefault(way(group, batch.params), []).append(batch)
+        for name, same in ways.items():
+            if name == "fused":
+                _fused_l2clip(same)
+            elif name == "single":
+                _single_tensor_l2clip(same)
+            else:
+                _multi_tensor_l2clip(same, "foreach" if name == "foreach" else None)
+        restore(kept)
+        return loss
+
+
+def _batches(gathered: list[tuple[Group, list[Tensor], list[Tensor]]]) -> tuple[list[tuple[Group, Batch]], list[int]]:
+    """Batches of tensors that are rescaled alike, and the scope each batch is in."""
+    places: list[tuple[Group, list[Tensor], list[Tensor], int, torch.dtype]] = []
+    norms: dict[Any, int] = {}
+    scope_of: list[int] = []
+    for k, (group, params, grads) in enumerate(gathered):
+        if group["scope"] == "tensor":
+            parts = [([p], [g], (k, i)) for i, (p, g) in enumerate(zip(params, grads, strict=True))]
+        else:
+            parts = [(params, grads, "global" if group["scope"] == "global" else k)]  # type: ignore[list-item]
+        for ps, gs, key in parts:
+            scope = norms.setdefault(key, len(norms))
+            for dtype in (torch.float32, torch.float64):
+                chosen = [i for i, p in enumerate(ps) if arithmetic(p.dtype) == dtype]
+                if chosen:
+                    places.append((group, [ps[i] for i in chosen], [gs[i] for i in chosen], scope, dtype))
+                    scope_of.append(scope)
+    owners = [p for _, ps, _, _, _ in places for p in ps]
+    if not owners:
+        return [], []
+    grads = [g for _, _, gs, _, _ in places for g in gs]
+    local = [local_pair(p, g)[1] for p, g in zip(owners, grads, strict=True)]
+    traced = torch.compiler.is_compiling() or any(group["differentiable"] for group, _, _ in gathered)
+    clips = rescalings(
+        local,
+        owners,
+        [scope for _, ps, _, scope, _ in places for _ in ps],
+        len(norms),
+        [(scope, group["u"], group["d"], dtype) for group, _, _, scope, dtype in places],
+        traced,
+    )
+    batches = [
+        (group, Batch(ps, gs, Step(clip, group["lr"], group["weight_decay"], group["maximize"])))
+        for (group, ps, gs, _, _), clip in zip(places, clips, strict=True)
+    ]
+    return batches, scope_of
+
+
+def _single_tensor_l2clip(batches: Sequence[Batch]) -> None:
+    update(batches, "single")
+
+
+def _multi_tensor_l2clip(batches: Sequence[Batch], kernel: str | None = None) -> None:
+    update(batches, kernel)
+
+
+@_disable_dynamo
+def _fused_l2clip(batches: Sequence[Batch]) -> None:
+    update(batches)

@@ -1,0 +1,243 @@
+"""Every kernel against the reference: the same bits, at every size where a loop changes its mind."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tailopt.clipping import cpu, reference
+from tailopt.clipping import update as updates
+from tailopt.clipping.counts import Watch
+from tailopt.clipping.reference import Coordinates, Rescaled, Step
+from tailopt.clipping.update import CHUNK, KERNELS, Batch, update, which
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+SIZES = [*range(70), 127, 128, 129, 255, 256, 257, 511, 512, 513, 1023, 1025, 4095, 4097, 65535, 65536, 65537]
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, -1e-40, 1e-45, 0.1, -0.1, 0.5, -0.5, 3e38, -3e38]
+fused_in_torch = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+needs_fma = pytest.mark.skipif(not fused_in_torch, reason="this processor has no fused multiply-add")
+
+STEPS = {
+    "plain": Step(Coordinates(0.5, 0.1), lr=0.01),
+    "sign": Step(Coordinates(0.3, 0.3), lr=0.7),
+    "identity": Step(Coordinates(math.inf, 0.0), lr=0.3),
+    "zero": Step(Coordinates(0.0, 0.0), lr=0.3),
+    "decay": Step(Coordinates(0.5, 0.1), lr=0.013, weight_decay=0.1),
+    "maximize": Step(Coordinates(0.5, 0.1), lr=0.01, maximize=True),
+    "dead zone": Step(Coordinates(0.5, 0.1, 0.05), lr=0.01),
+    "dead zone above d": Step(Coordinates(0.5, 0.1, 0.5), lr=0.01, weight_decay=0.3),
+    "infinite d": Step(Coordinates(math.inf, math.inf), lr=1e-3),
+    "tiny": Step(Coordinates(1e-42, 1e-44), lr=1.0),
+    "rescaled": Step(Rescaled(1.0, 7.3, 0.9), lr=0.01),
+    "rescaled down": Step(Rescaled(2.0**-126, 3.0, 0.9), lr=0.01, weight_decay=0.1, maximize=True),
+}
+
+
+def special(n: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Normal numbers of many magnitudes, a fifth of them special."""
+    generator = torch.Generator().manual_seed(seed)
+    x = (
+        torch.randn(n, generator=generator, dtype=torch.float64)
+        * 10 ** torch.randint(-6, 2, (n,), generator=generator).double()
+    )
+    picked = torch.tensor(SPECIAL, dtype=torch.float64)[torch.randint(len(SPECIAL), (n,), generator=generator)]
+    return torch.where(torch.rand(n, generator=generator) < 0.2, picked, x).to(dtype)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal bit for bit, -0 and 0 apart; any NaN equals any NaN."""
+    nan = torch.isnan(a) & torch.isnan(b)
+    return bool((nan | ((a == b) & (torch.signbit(a) == torch.signbit(b)))).all())
+
+
+def differing(p: Tensor, g: Tensor, after: Tensor, step: Step) -> str:
+    want = reference.step(p, g, step)
+    if same_bits(after, want):
+        return ""
+    i = int(((after != want) & ~(torch.isnan(after) & torch.isnan(want))).flatten().nonzero()[0])
+    values = {"p": p, "g": g, "want": want, "got": after}
+    return f"at {i} of {p.numel()}: " + " ".join(f"{name}={t.flatten()[i]}" for name, t in values.items())
+
+
+@functools.cache
+def samples(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters and gradients of every size, cut from one tensor each."""
+    total = sum(SIZES)
+    return list(special(total, dtype, 1).split(SIZES)), list(special(total, dtype, 2).split(SIZES))
+
+
+@functools.cache
+def expected(how: str, dtype: torch.dtype) -> list[Tensor]:
+    """The reference acts on each element alone, so it may see all sizes at once."""
+    params, grads = samples(dtype)
+    return list(reference.step(torch.cat(params), torch.cat(grads), STEPS[how]).split(SIZES))
+
+
+def run(kernel: str, pairs: Sequence[tuple[Tensor, Tensor]], step: Step) -> list[Tensor]:
+    params = [p.clone(memory_format=torch.preserve_format) for p, _ in pairs]
+    KERNELS[kernel].run([Batch(params, [g for _, g in pairs], step)])
+    return params
+
+
+@needs_fma
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("how", STEPS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_equals_the_reference_bit_for_bit(kernel: str, how: str, dtype: torch.dtype) -> None:
+    step = STEPS[how]
+    pairs = list(zip(*samples(dtype), strict=True))
+    refused = KERNELS[kernel].refuses(*pairs[-1], step)
+    if how == "infinite d" and kernel in ("chunked", "foreach") or how.startswith("dead zone") and kernel == "foreach":
+        assert refused
+        return
+    assert not refused
+    for (p, g), after, want in zip(pairs, run(kernel, pairs, step), expected(how, dtype), strict=True):
+        assert same_bits(after, want), differing(p, g, after, step)
+
+
+@needs_fma
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_chunked_at_its_edges(dtype: torch.dtype) -> None:
+    for n in (CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3):
+        p, g = special(n, dtype, 1), special(n, dtype, 2)
+        (after,) = run("chunked", [(p, g)], STEPS["decay"])
+        assert not (wrong := differing(p, g, after, STEPS["decay"])), wrong
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the C kernel was not built")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_instruction_set_and_thread_count_agree(dtype: torch.dtype) -> None:
+    library = cpu.library()
+    assert library is not None
+    pairs = [(special(n, dtype, n), special(n, dtype, n + 1)) for n in (5, 1000, 70_000, 200_001)]
+    row = updates._row(STEPS["decay"], torch.float64 if dtype == torch.float64 else torch.float32)
+    seen = []
+    for variant in library.variants:
+        for threads in (1, 2, 3):
+            params = [p.clone() for p, _ in pairs]
+            tallies = cpu.Tallies.empty(len(pairs), histogram=True)
+            tallies.phase = 7
+            grads = [g for _, g in pairs]
+            library.run("biclip", params, grads, [0] * 4, row, tallies=tallies, variant=variant, threads=threads)
+            seen.append((params, tallies))
+            for (p, g), after in zip(pairs, params, strict=True):
+                assert not (wrong := differing(p, g, after, STEPS["decay"])), (variant, threads, wrong)
+    for _, tallies in seen[1:]:
+        assert torch.equal(tallies.table, seen[0][1].table)
+        assert torch.equal(tallies.bins, seen[0][1].bins) and torch.equal(tallies.logs, seen[0][1].logs)
+
+
+shapes = st.lists(st.integers(0, 7), min_size=0, max_size=4).map(tuple)
+
+
+@needs_fma
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_size=6),
+    st.sampled_from(list(STEPS)),
+    st.data(),
+)
+def test_any_list_of_tensors_by_default(kinds: list, how: str, data: st.DataObject) -> None:
+    """Mixed types and shapes, transposed, strided, expanded: whatever kernel a tensor gets, the bits are the same."""
+    step = STEPS[how]
+    params, grads, before = [], [], []
+    for k, (shape, dtype) in enumerate(kinds):
+        n = math.prod(shape)
+        p, g = special(n, dtype, k).reshape(shape), special(n, dtype, k + 9).reshape(shape)
+        layout = data.draw(
+            st.sampled_from(["plain", "transposed grad", "transposed both", "gaps", "expanded", "mixed type"])
+        )
+        if layout.startswith("transposed"):
+            g = g.mT.contiguous().mT if g.ndim > 1 else g
+            if layout.endswith("both"):
+                p = p.mT.contiguous().mT if p.ndim > 1 else p
+        elif layout == "gaps":
+            g = torch.stack([g, g], dim=-1)[..., 0]
+            p = torch.stack([p, p], dim=-1)[..., 0]
+        elif layout == "expanded" and g.ndim:
+            g = g[:1].expand(shape) if shape[0] else g
+        elif layout == "mixed type" and dtype == torch.float32:
+            g = g.bfloat16()
+        params.append(p)
+        grads.append(g)
+        before.append(p.clone())
+    update([Batch(params, grads, step)])
+    for p, g, start in zip(params, grads, before, strict=True):
+        assert same_bits(p, reference.step(start, g, step))
+
+
+@needs_fma
+def test_several_batches_in_one_pass_keep_their_own_numbers() -> None:
+    batches, want = [], []
+    for k, how in enumerate(("plain", "decay", "dead zone", "maximize")):
+        ps, gs = [special(100, d, k) for d in DTYPES], [special(100, d, k + 5) for d in DTYPES]
+        want += [reference.step(p, g, STEPS[how]) for p, g in zip(ps, gs, strict=True)]
+        batches.append(Batch(ps, gs, STEPS[how]))
+    update(batches)
+    assert all(same_bits(p, w) for p, w in zip((p for b in batches for p in b.params), want, strict=True))
+
+
+@pytest.mark.parametrize("kernel", ["single", "foreach"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensor_numbers_are_within_an_ulp(kernel: str, dtype: torch.dtype) -> None:
+    p, g = torch.randn(1000).to(dtype), torch.randn(1000).to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    lr, u, d = (torch.tensor(v, dtype=wide) for v in (0.03, 0.5, 0.1))
+    (after,) = run(kernel, [(p, g)], Step(Coordinates(u, d), lr=lr, weight_decay=0.1))
+    want = reference.step(p, g, Step(Coordinates(0.5, 0.1), lr=0.03, weight_decay=0.1))
+    ulp = torch.finfo(dtype).eps * (p.abs() + 1) + torch.finfo(wide).eps * 0.03 * 0.5
+    assert ((after - want).abs() <= ulp).all()
+
+
+def test_version_counters_move_so_that_autograd_notices() -> None:
+    w = torch.nn.Parameter(torch.randn(5))
+    loss = (w * w).sum()
+    with torch.no_grad():
+        update([Batch([w], [torch.ones(5)], STEPS["plain"])])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_which_names_the_kernel_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, g, step = torch.zeros(4, 4), torch.ones(4, 4), STEPS["plain"]
+    if cpu.library() is not None:
+        assert which(p, g, step).kernel.name == "c"
+    assert "lie differently" in which(p, g.t().contiguous().t(), step).why
+    assert which(p, g.to_sparse(), step).kernel.name == "single"
+    assert "dimensions" in which(p, g, Step(Coordinates(torch.ones(4, 1), 0.0), 0.1)).why
+    monkeypatch.setattr(updates, "library", lambda: None)
+    monkeypatch.setattr(updates, "why_missing", lambda: "no compiler")
+    choice = which(p, g, step)
+    assert choice.kernel.name == "chunked" and "no compiler" in choice.why
+
+
+def test_the_missing_kernel_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updates, "library", lambda: None)
+    monkeypatch.setattr(updates, "why_missing", lambda: "no compiler")
+    monkeypatch.setattr(updates, "_said", False)
+    p = torch.zeros(4)
+    with pytest.warns(UserWarning, match="no compiler"):
+        update([Batch([p], [torch.ones(4)], STEPS["plain"])])
+    update([Batch([p], [torch.ones(4)], STEPS["plain"])])  # a second warning would be an error here
+    assert torch.allclose(p, torch.full((4,), -0.01))
+
+
+def test_watching_counts_the_same_in_every_kernel() -> None:
+    g = special(70_001, torch.float32, 3)
+    seen = []
+    for kernel in (None, "single", "chunked"):
+        watch = Watch("sampled")
+        watch.next_pass()
+        update([Batch([torch.zeros(70_001)], [g], STEPS["dead zone"], [0])], kernel, watch, 1)
+        seen.append(watch.take(1)[0])
+    assert seen[1] == seen[2]
+    for name in ("elements", "zero", "below", "above", "nonfinite", "largest", "octaves", "logs"):
+        assert getattr(seen[0], name) == getattr(seen[1], name), name
+    assert math.isclose(seen[0].squares, seen[1].squares, rel_tol=1e-12)
