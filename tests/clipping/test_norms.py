@@ -40,7 +40,7 @@ def root(square: Fraction) -> Fraction:
 
 def applied(clip: Rescaled, g: Tensor) -> list[Fraction]:
     """What the rescaling makes of a gradient, exactly; so that its own numbers are judged, and no rounding of g's."""
-    scale, norm, target = (Fraction(float(t)) for t in clip.numbers)
+    scale, norm, target = (Fraction(float(t)) for t in clip)
     return [Fraction(v) * scale / norm * target for v in parts(g)]
 
 
@@ -63,7 +63,7 @@ def fits(numbers: tuple, dtype: torch.dtype) -> bool:
 
 def one_scope(grads: list[Tensor], u: float, d: float, dtype: torch.dtype, traced: bool) -> Rescaled:
     (clip,) = rescalings(grads, grads, [0] * len(grads), 1, [(0, u, d, dtype)], traced)
-    assert all(isinstance(t, Tensor if traced else float) for t in clip.numbers)
+    assert all(isinstance(t, Tensor if traced else float) for t in clip)
     return clip
 
 
@@ -100,7 +100,7 @@ def test_any_tensors_and_thresholds(traced: bool, dtype: torch.dtype, data: st.D
     if d == INF or any(0 < t < INF and abs(n - Fraction(t)) <= Fraction(1e-6) * n for t in (u, d)):
         return  # at the edge either branch is right
     clip = one_scope(grads, u, d, dtype, traced)
-    assert fits(clip.numbers, dtype)
+    assert fits(clip, dtype)
     got = [v for g in grads for v in applied(clip, g)]
     # the numbers may be rounded to the type already, three times
     assert agree(got, by_hand(grads, u, d), 4 * torch.finfo(dtype).eps)
@@ -126,7 +126,7 @@ def test_the_ends_of_the_range(dtype: torch.dtype, traced: bool) -> None:
             grads = [torch.full((n,), top, dtype=dtype), torch.full((n,), -top, dtype=dtype)]
             for u, d in ((1.0, 1.0), (1.0, 0.0), (INF, 1.0), (top, 0.0), (INF, 0.0)):
                 clip = one_scope(grads, u, d, dtype, traced)
-                assert fits(clip.numbers, dtype), (top, n, u, d, clip)
+                assert fits(clip, dtype), (top, n, u, d, clip)
                 got = [v for g in grads for v in applied(clip, g)]
                 assert agree(got, by_hand(grads, u, d), 4 * info.eps), (top, n, u, d, clip)
                 # and in the arithmetic itself, on the quotient's way down and up again

@@ -512,7 +512,7 @@ def test_vmap() -> None:
     each = torch.stack([biclip(row, float(t), 0.1) for row, t in zip(x, u, strict=True)])
     assert torch.equal(torch.vmap(lambda row: biclip(row, 0.5, 0.1))(x), biclip(x, 0.5, 0.1))
     assert torch.equal(torch.vmap(lambda row, t: biclip(row, t, 0.1))(x, u), each)
-    assert torch.equal(torch.vmap(lambda t: biclip(x[0], t, 0.1))(u), biclip(x[0], u[:, None], 0.1))
+    assert torch.equal(torch.vmap(lambda t: biclip(x[0], t, 0.1))(u), biclip(x[0].expand(6, 4), u[:, None], 0.1))
     by_example = torch.stack([biclip_l2(row, 1.0, 0.5) for row in x])
     torch.testing.assert_close(torch.vmap(lambda row: biclip_l2(row, 1.0, 0.5))(x), by_example)
     scales = torch.tensor([1e-30, 1.0, 1e30, 0.0, INF, 1e-3])[:, None]

@@ -184,9 +184,11 @@ def _rescale(x: Tensor, u: Number, d: Number) -> Tensor:
     squares = scaled.square().sum()
     r = torch.where(m == 0, 1.0, squares).sqrt()
     direction = scaled / r
-    # thresholds as tensors: torch divides a number by m through the reciprocal of m, which may overflow
-    low, high = r <= _like(d, m) / m, r >= _like(u, m) / m
-    length = torch.where(low, d, torch.where(high, u, 1.0)).to(x.dtype)
+    # As tensors of the type: torch divides a number by m through the reciprocal of m, which may overflow, and chooses
+    # between two numbers in its default type.
+    u, d = _like(u, m), _like(d, m)
+    low, high = r <= d / m, r >= u / m
+    length = torch.where(low, d, torch.where(high, u, torch.ones_like(m)))
     result = torch.where(low | high, direction * length, x)
     result = torch.where(m == 0, torch.zeros_like(x), result)
     return torch.where(torch.isfinite(m), result, torch.full_like(result, float("nan")))

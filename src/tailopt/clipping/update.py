@@ -438,7 +438,7 @@ def _on_device(step: Step, device: torch.device, dtype: torch.dtype) -> Step:
     def ready(value: Number) -> Number:
         if not isinstance(value, Tensor):
             # rounded to the type of the arithmetic; torch's operations refuse what is beyond its range
-            return value if abs(value) <= torch.finfo(dtype).max else math.copysign(math.inf, value)
+            return math.copysign(math.inf, value) if abs(value) > torch.finfo(dtype).max else value
         if value.ndim and value.numel() == 1:
             value = value.reshape(())
         if (

@@ -1,0 +1,296 @@
+"""What a step costs on the CPU, as ratios to torch's optimizers on the same parameters in the same run.
+
+    python benchmarks/cpu_step.py [--runs 5] [--write]
+
+A run interleaves all competitors and takes the least time of each; a ratio is formed inside a run. A run in which SGD
+differs from a second SGD on the same parameters by more than 5 % does not count and is repeated. What is reported is
+the median over the runs that count, with the least and the most. --write puts the tables into benchmarks/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import tailopt
+from tailopt.clipping import cpu
+from tailopt.clipping.reference import Coordinates, Step
+from tailopt.clipping.update import KERNELS, Batch
+
+RESULTS = Path(__file__).with_name("RESULTS.md")
+TOLERANCE = 0.05
+NUMBERS = {"lr": 1e-3, "u": 0.5, "d": 0.1}
+
+
+def gpt2_shapes(layers: int, width: int, ratio: int, vocabulary: int, positions: int) -> list[tuple[int, ...]]:
+    """The parameters of a GPT-2 with tied embeddings: 12 tensors a layer and 4 more."""
+    layer = [
+        (width,),
+        (width,),
+        (width, 3 * width),
+        (3 * width,),
+        (width, width),
+        (width,),
+        (width,),
+        (width,),
+        (width, ratio * width),
+        (ratio * width,),
+        (ratio * width, width),
+        (width,),
+    ]
+    return [(vocabulary, width), (positions, width), *layer * layers, (width,), (width,)]
+
+
+def parameters(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    result = []
+    for shape in shapes:
+        p = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        p.grad = torch.randn(shape, generator=generator).to(dtype)
+        result.append(p)
+    return result
+
+
+def kernel(name: str, params: list[Tensor]) -> Callable[[], None]:
+    batch = Batch(params, [p.grad for p in params], Step(Coordinates(NUMBERS["u"], NUMBERS["d"]), lr=NUMBERS["lr"]))  # type: ignore[misc]
+
+    def run() -> None:
+        with torch.no_grad():
+            KERNELS[name].run([batch])
+
+    return run
+
+
+def sign_clamp(params: list[Tensor]) -> Callable[[], None]:
+    """BiClip as one would write it: sign times clamp, a tensor at a time."""
+
+    def run() -> None:
+        with torch.no_grad():
+            for p in params:
+                assert p.grad is not None
+                p.add_(p.grad.sign() * p.grad.abs().clamp(NUMBERS["d"], NUMBERS["u"]), alpha=-NUMBERS["lr"])
+
+    return run
+
+
+def sgd_and_control(params: list[Tensor]) -> dict[str, Callable[[], None]]:
+    return {name: torch.optim.SGD(params, lr=1e-3, foreach=True).step for name in ("SGD foreach", "SGD foreach again")}
+
+
+def plain_mix(dtype: torch.dtype) -> dict[str, Callable[[], None]]:
+    """What a user chooses between."""
+    params = parameters(gpt2_shapes(5, 512, 4, 16384, 1024), dtype)
+    return {
+        **sgd_and_control(params),
+        "BiClip": tailopt.BiClip(params, **NUMBERS).step,
+        "BiClip, counts": tailopt.BiClip(params, **NUMBERS, statistics="counts").step,
+        "BiClip, counts and sampled histogram": tailopt.BiClip(params, **NUMBERS, statistics=True).step,
+        "SGD fused": torch.optim.SGD(params, lr=1e-3, fused=True).step,
+        "AdamW fused": torch.optim.AdamW(params, lr=1e-3, fused=True).step,
+    }
+
+
+def torch_mix() -> dict[str, Callable[[], None]]:
+    """BiClip from torch operations: what runs without a compiler, and what one would write."""
+    params = parameters(gpt2_shapes(5, 512, 4, 16384, 1024), torch.float32)
+    return {
+        **sgd_and_control(params),
+        "kernel chunked": kernel("chunked", params),
+        "kernel foreach": kernel("foreach", params),
+        "kernel single (where chain)": kernel("single", params),
+        "sign times clamp": sign_clamp(params),
+    }
+
+
+def tiny_mix() -> tuple[list[Tensor], dict[str, Callable[[], None]]]:
+    """148 tensors of 1 to 768 elements: all overhead."""
+    shapes = gpt2_shapes(12, 16, 3, 48, 32)
+    shapes[-1] = (1,)
+    params = parameters(shapes, torch.float32)
+    return params, {
+        **sgd_and_control(params),
+        "BiClip": tailopt.BiClip(params, **NUMBERS).step,
+        "SGD fused": torch.optim.SGD(params, lr=1e-3, fused=True).step,
+        "AdamW fused": torch.optim.AdamW(params, lr=1e-3, fused=True).step,
+    }
+
+
+def least_times(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """The least time of each, all of them interleaved."""
+    least = dict.fromkeys(steps, float("inf"))
+    for _ in range(repeats):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            least[name] = min(least[name], time.perf_counter() - start)
+    return least
+
+
+def with_fresh_gradients(steps: dict[str, Callable[[], None]], params: list[Tensor], repeats: int) -> dict[str, float]:
+    """As `least_times`, with new gradient objects before every step, as after zero_grad(); making them is not timed."""
+    least = dict.fromkeys(steps, float("inf"))
+    for _ in range(repeats):
+        for name, step in steps.items():
+            for p in params:
+                p.grad = p.grad.clone()  # type: ignore[union-attr]
+            start = time.perf_counter()
+            step()
+            least[name] = min(least[name], time.perf_counter() - start)
+    return least
+
+
+def runs_that_count(measure: Callable[[], dict[str, float]], runs: int) -> tuple[list[dict[str, float]], int]:
+    """Measurements whose control is within the tolerance, and how many were thrown away."""
+    measure()  # warm: caches, thread pools, AdamW's state
+    good: list[dict[str, float]] = []
+    thrown = 0
+    while len(good) < runs:
+        times = measure()
+        control = times["SGD foreach again"] / times["SGD foreach"]
+        if abs(control - 1) <= TOLERANCE:
+            good.append(times)
+        elif (thrown := thrown + 1) > 10 * runs:
+            raise SystemExit(f"{thrown} runs with a control off by more than 5 %: the machine is too busy to measure.")
+        print(f"  run {len(good)} of {runs}: control {control:.3f}", file=sys.stderr)
+    return good, thrown
+
+
+def ratio(good: list[dict[str, float]], over: str, under: str) -> str:
+    values = [times[over] / times[under] for times in good]
+    return f"**{statistics.median(values):.3f}** [{min(values):.3f}, {max(values):.3f}]"
+
+
+def table(title: str, good: list[dict[str, float]], thrown: int, rows: list[tuple[str, str, str]]) -> str:
+    """Rows of (over, under, goal)."""
+    lines = [
+        f"### {title}",
+        "",
+        "| | ratio: median [least, most] | goal | time of the first, ms |",
+        "| --- | --- | --- | --- |",
+    ]
+    for over, under, goal in rows:
+        milliseconds = statistics.median(times[over] for times in good) * 1e3
+        lines.append(f"| {over} / {under} | {ratio(good, over, under)} | {goal} | {milliseconds:.3g} |")
+    control = ratio(good, "SGD foreach again", "SGD foreach")
+    lines += ["", f"Control {control}; {len(good)} runs counted, {thrown} thrown away.", ""]
+    return "\n".join(lines)
+
+
+MEMORY = """
+import sys, torch, tailopt
+sys.path.insert(0, {folder!r})
+from cpu_step import NUMBERS, gpt2_shapes, kernel, parameters, sign_clamp
+def status(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) / 1024
+params = parameters(gpt2_shapes(5, 512, 4, 16384, 1024), torch.float32)
+step = {{"BiClip": lambda: tailopt.BiClip(params, **NUMBERS).step(),
+        "kernel chunked": kernel("chunked", params), "kernel foreach": kernel("foreach", params),
+        "sign times clamp": sign_clamp(params),
+        "SGD foreach": torch.optim.SGD(params, lr=1e-3, foreach=True).step}}[{name!r}]
+small = [torch.zeros(4, requires_grad=True)]
+small[0].grad = torch.ones(4)
+tailopt.BiClip(small).step(); torch.optim.SGD(small, foreach=True).step()  # what the first step of all loads
+before = status("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")
+step()
+print(status("VmHWM") - before)
+"""
+
+
+def extra_memory() -> str:
+    """How far the resident memory rises during a step, each in a process of its own."""
+    lines = ["### Extra memory of a step, fp32", "", "| | MiB |", "| --- | --- |"]
+    for name in ("SGD foreach", "BiClip", "kernel chunked", "kernel foreach", "sign times clamp"):
+        code = MEMORY.format(folder=str(Path(__file__).parent), name=name)
+        rises = [float(subprocess.check_output([sys.executable, "-c", code], text=True)) for _ in range(3)]
+        lines.append(f"| {name} | {statistics.median(rises):.1f} |")
+    return "\n".join([*lines, ""])
+
+
+def machine() -> str:
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        name = next(
+            line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        )
+    library = cpu.library()
+    variant = library.variants[-1] if library else "no C kernel"
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent)
+    return (
+        f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads; torch {torch.__version__} "
+        f"({torch.backends.cpu.get_cpu_capability()}), tailopt {tailopt.__version__} ({variant}), Python "
+        f"{platform.python_version()}, commit {commit.stdout.strip()}."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=25, help="steps of each competitor in a run")
+    parser.add_argument("--write", action="store_true", help="put the tables into benchmarks/RESULTS.md")
+    arguments = parser.parse_args()
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    parts = [f"`python benchmarks/cpu_step.py --write`: {machine()}", ""]
+
+    mix = plain_mix(torch.float32)
+    good, thrown = runs_that_count(lambda: least_times(mix, arguments.repeats), arguments.runs)
+    rows = [
+        ("BiClip", "SGD foreach", "<= 0.95"),
+        ("BiClip", "AdamW fused", "<= 0.50"),
+        ("BiClip, counts", "BiClip", "<= 1.03"),
+        ("BiClip, counts and sampled histogram", "BiClip", "<= 1.05"),
+        ("SGD fused", "SGD foreach", ""),
+    ]
+    parts.append(table("fp32, 24.7M parameters in 64 GPT-2-shaped tensors", good, thrown, rows))
+
+    mix = plain_mix(torch.bfloat16)
+    good, thrown = runs_that_count(lambda: least_times(mix, arguments.repeats), arguments.runs)
+    rows = [
+        ("BiClip", "SGD foreach", "<= 0.85"),
+        ("BiClip", "AdamW fused", "<= 0.25"),
+        ("BiClip, counts", "BiClip", ""),
+        ("BiClip, counts and sampled histogram", "BiClip", ""),
+        ("SGD fused", "SGD foreach", ""),
+    ]
+    parts.append(table("bf16, the same tensors", good, thrown, rows))
+
+    mix = torch_mix()
+    good, thrown = runs_that_count(lambda: least_times(mix, max(5, arguments.repeats // 3)), arguments.runs)
+    rows = [
+        (name, "SGD foreach", "<= 3.5" if name == "kernel chunked" else "")
+        for name in mix
+        if not name.startswith("SGD")
+    ]
+    parts.append(table("Without a compiler: torch operations, fp32, the same tensors", good, thrown, rows))
+
+    tiny, mix = tiny_mix()
+    rows = [("BiClip", "SGD fused", "<= 0.8"), ("BiClip", "SGD foreach", ""), ("AdamW fused", "SGD fused", "")]
+    good, thrown = runs_that_count(lambda: least_times(mix, 40 * arguments.repeats), arguments.runs)
+    parts.append(table("148 tensors of 1 to 768 elements, the same gradient objects in every step", good, thrown, rows))
+    good, thrown = runs_that_count(lambda: with_fresh_gradients(mix, tiny, 10 * arguments.repeats), arguments.runs)
+    parts.append(table("148 tensors of 1 to 768 elements, new gradient objects in every step", good, thrown, rows))
+
+    if Path("/proc/self/clear_refs").exists():
+        parts.append(extra_memory())
+    text = "\n".join(parts)
+    print(text)
+    if arguments.write:
+        begin, end = "<!-- cpu_step:begin -->", "<!-- cpu_step:end -->"
+        old = RESULTS.read_text()
+        RESULTS.write_text(old[: old.index(begin) + len(begin)] + "\n" + text + old[old.index(end) :])
+        print(f"wrote {RESULTS}")
+
+
+if __name__ == "__main__":
+    main()

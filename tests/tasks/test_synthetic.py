@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tailopt.tasks.synthetic import NOISES, syntoken
+
+
+def test_features_have_two_frequencies() -> None:
+    x = syntoken(0, samples=20_000).x
+    share = x.mean(0)
+    assert set(x.unique().tolist()) == {0.0, 1.0}
+    # 6 standard deviations of a mean of 20,000 Bernoulli variables
+    assert (share[:10] - 0.9).abs().max() < 6 * math.sqrt(0.09 / 20_000)
+    assert (share[10:] - 0.1).abs().max() < 6 * math.sqrt(0.09 / 20_000)
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_a_seed_gives_the_same_problem_and_the_noise_changes_labels_only(noise: str) -> None:
+    a, b, clean = syntoken(3, noise=noise), syntoken(3, noise=noise), syntoken(3, noise="none")
+    assert all(torch.equal(x, y) for x, y in zip((a.x, a.y, a.truth), (b.x, b.y, b.truth), strict=True))
+    assert torch.equal(a.x, clean.x) and torch.equal(a.truth, clean.truth)
+    assert torch.equal(a.y, clean.y) == (noise == "none")
+    assert not torch.equal(a.x, syntoken(4, noise=noise).x)
+
+
+def test_least_squares_finds_the_truth_without_noise_and_misses_it_with_a_heavy_tail() -> None:
+    errors = {}
+    for noise in ("none", "gaussian", "student-t"):
+        problem = syntoken(0, noise=noise, dtype=torch.float64)
+        errors[noise] = problem.error(torch.linalg.lstsq(problem.x, problem.y[:, None]).solution[:, 0])
+    assert errors["none"] < 1e-9 < errors["gaussian"] < 0.7 < errors["student-t"]
+
+
+@pytest.mark.parametrize(("df", "quantile"), [(1.0, 1.0), (3.0, 0.7649), (30.0, 0.6828)])
+def test_student_t_has_its_quartiles(df: float, quantile: float) -> None:
+    """The upper quartile of Student's t: 1 for df 1 (Cauchy), 0.7649 for 3, 0.6828 for 30 (tables)."""
+    problem = syntoken(0, samples=200_000, dimension=10, noise="student-t", df=df)
+    noise = problem.y - problem.x @ problem.truth
+    assert noise.quantile(0.75).item() == pytest.approx(quantile, abs=0.015)
+    assert noise.quantile(0.25).item() == pytest.approx(-quantile, abs=0.015)
+
+
+def test_scale_multiplies_the_noise() -> None:
+    one, three = (syntoken(0, noise="gaussian", scale=s, dtype=torch.float64) for s in (1.0, 3.0))
+    clean = one.x @ one.truth
+    assert torch.allclose((three.y - clean), 3 * (one.y - clean))
+
+
+def test_unknown_noise() -> None:
+    with pytest.raises(ValueError, match="Unknown noise: 'levy'; need one of none, gaussian, student-t, cauchy"):
+        syntoken(0, noise="levy")
