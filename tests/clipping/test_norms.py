@@ -122,7 +122,7 @@ def test_the_ends_of_the_range(dtype: torch.dtype, traced: bool) -> None:
         smallest,
     ]
     for top in tops:
-        for n in (1, 3, 1000):
+        for n in (1, 3, 40):
             grads = [torch.full((n,), top, dtype=dtype), torch.full((n,), -top, dtype=dtype)]
             for u, d in ((1.0, 1.0), (1.0, 0.0), (INF, 1.0), (top, 0.0), (INF, 0.0)):
                 clip = one_scope(grads, u, d, dtype, traced)
@@ -150,6 +150,18 @@ def test_tensors_of_different_ends_in_one_scope(traced: bool) -> None:
     mixed = [torch.tensor([3e-200], dtype=torch.float64), torch.tensor([4e200], dtype=torch.float64)]
     clip = one_scope(mixed, 1.0, 0.0, torch.float64, traced)
     assert float(applied(clip, mixed[1])[0]) == pytest.approx(1.0, rel=1e-12)
+
+
+@both_ways
+@pytest.mark.parametrize("size", [1e-60, 1e-200, 1e-310, 1e60, 1e200, 1e308])
+def test_a_norm_of_doubles_for_a_tensor_of_floats(traced: bool, size: float) -> None:
+    """Next to it floats are nothing: they become 0, and not 0 / 0."""
+    g, zeros = torch.full((2,), size, dtype=torch.float64), torch.tensor([0.0, 0.0 if size < 1 else 1.0])
+    wanted = [(0, 1.0, 0.5, torch.float64), (0, 1.0, 0.5, torch.float32)]
+    wide, narrow = rescalings([g, zeros], [g, zeros], [0, 0], 1, wanted, traced)
+    assert wide(g).tolist() == pytest.approx([(1.0 if size > 1 else 0.5) / math.sqrt(2)] * 2, rel=1e-12)
+    rounded = Rescaled(*(torch.as_tensor(t, dtype=torch.float64).float() for t in narrow))
+    assert rounded(zeros).tolist() == pytest.approx([0.0, 0.0], abs=1e-38)
 
 
 @both_ways

@@ -354,7 +354,7 @@ def test_any_vector_and_any_thresholds(dtype: torch.dtype, values: list, pair: t
     numbers = x.double().tolist()
     n = math.hypot(*numbers)
     if d == INF or any(0 < t < INF and abs(n - t) <= 1e-5 * t for t in (u, d)):
-        return  # (x / n) * inf means nothing; on the edge either answer is within rounding; the branches are tested above
+        return  # (x / n) * inf means nothing; on an edge either answer is right to rounding, and tested above
     want = length_table(numbers, u, d)
     close(biclip_l2(x, u, d), [rounded(v, dtype) for v in want], dtype, u if n >= u else d if n <= d else 0.0)
 

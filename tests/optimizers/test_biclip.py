@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tailopt import BiClip, Counts, count
 
@@ -183,6 +187,18 @@ def test_scaling_gradients_and_thresholds_together_scales_the_step() -> None:
         BiClip(a, lr=0.5, u=1.0, d=0.125, dead_zone=0.0625).step()
         BiClip(b, lr=0.5 / scale, u=scale, d=0.125 * scale, dead_zone=0.0625 * scale).step()
         assert torch.equal(a[0], b[0])
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_numbers_beyond_the_type_are_infinities(impl: str, dtype: torch.dtype) -> None:
+    """1e300 is rounded to the type of the arithmetic like any other number."""
+    for u in (1e300, 1e39, INF):
+        p = nn.Parameter(torch.zeros(3, dtype=dtype))
+        p.grad = torch.tensor([100.0, -0.25, 0.0], dtype=dtype)
+        BiClip([p], lr=0.5, u=u, d=0.5, **IMPLEMENTATIONS[impl]).step()
+        assert p.tolist() == [-50.0, 0.25, 0.0]
+        assert count([p.grad], u, 0.5)[0].above == 0
 
 
 # --- thresholds by row and by column --------------------------------------------------------------------------------
@@ -629,6 +645,53 @@ def test_complex_gradients(impl: str, u: Any, sparse: bool, conj: bool) -> None:
     np.testing.assert_allclose(after.imag, rule(start.imag, values.imag, numbers), rtol=1e-12)
     got = opt.statistics()[0]
     assert (got.elements, got.zero) == ((12, 0) if sparse else (16, 4))
+
+
+def test_a_lazily_negated_gradient() -> None:
+    """Its memory holds the negative: a kernel that reads memory would go uphill."""
+    for impl in IMPLEMENTATIONS.values():
+        p = nn.Parameter(torch.zeros(3))
+        p.grad = torch._neg_view(torch.tensor([1.0, -2.0, 0.25]))
+        BiClip([p], lr=1.0, u=1.0, d=0.5, **impl).step()
+        assert p.tolist() == [1.0, -1.0, 0.5]
+        z = torch.tensor([3.0 + 4.0j])
+        p = nn.Parameter(torch.zeros(1))
+        p.grad = z.conj().imag
+        BiClip([p], lr=1.0, u=1.0, d=0.5, **impl).step()
+        assert p.tolist() == [1.0]
+
+
+# --- shards ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    "u",
+    [1.0, torch.tensor([[0.25], [1.0], [2.0], [3.0]]), torch.tensor([0.25, 0.3])],
+    ids=["number", "rows", "columns"],
+)
+@pytest.mark.parametrize("dead_zone", [0.0, "auto"])
+def test_a_sharded_parameter_steps_and_counts_like_a_whole_one(mesh, impl: str, u: Any, dead_zone: Any) -> None:
+    options = {"lr": 0.5, "u": u, "d": 0.125, "weight_decay": 0.1, "dead_zone": dead_zone, "statistics": True}
+    (plain,) = fresh((4, 2), dtype=torch.float32)
+    gradients([plain], 0)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        p = nn.Parameter(DTensor.from_local(plain.detach().clone(), mesh, [placement]))
+        p.grad = DTensor.from_local(plain.grad.clone(), mesh, [placement])
+        twin = nn.Parameter(plain.detach().clone())
+        twin.grad = plain.grad.clone()
+        a, b = BiClip([p], **options, **IMPLEMENTATIONS[impl]), BiClip([twin], **options, **IMPLEMENTATIONS[impl])
+        a.step()
+        b.step()
+        assert torch.equal(p.to_local(), twin)
+        same_counts(a.statistics()[0], [b.statistics()[0]])
 
 
 # --- precision ------------------------------------------------------------------------------------------------------

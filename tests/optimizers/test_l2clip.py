@@ -303,6 +303,24 @@ def test_complex_gradients(impl: str, scope: str, conj: bool) -> None:
     near(params, rule.step(given_g))
 
 
+def test_a_lazily_negated_gradient() -> None:
+    """Its memory holds the negative: a kernel that reads memory would go uphill."""
+    for impl in IMPLEMENTATIONS.values():
+        p = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        p.grad = torch._neg_view(torch.tensor([3.0, -4.0], dtype=torch.float64))
+        L2Clip([p], lr=1.0, u=1.0, **impl).step()
+        assert p.tolist() == pytest.approx([0.6, -0.8], rel=1e-15)
+
+
+@every_implementation
+def test_a_tiny_norm_of_doubles_leaves_floats_without_gradient_alone(impl: str) -> None:
+    for size in (1e-60, 1e-200, 1e-310):
+        a, b = nn.Parameter(torch.ones(2, dtype=torch.float64)), nn.Parameter(torch.ones(2))
+        a.grad, b.grad = torch.full_like(a, size), torch.zeros(2)
+        L2Clip([a, b], lr=1.0, u=1.0, d=0.5, **IMPLEMENTATIONS[impl]).step()
+        assert a.tolist() == pytest.approx([1 - 0.5 / math.sqrt(2)] * 2) and b.tolist() == [1.0, 1.0]
+
+
 # --- gradients that are not finite ----------------------------------------------------------------------------------
 
 

@@ -1,0 +1,161 @@
+"""The optimizers on a CUDA device: the same results as on the CPU, and nothing waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+import tailopt
+from tailopt.clipping.reference import Coordinates, Step
+from tailopt.clipping.update import KERNELS, Batch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SETTINGS = {"lr": 0.03, "u": 0.5, "d": 0.1}
+SHAPES = [(300, 70), (70,), (1,), (5, 4, 3), (0,)]
+OPTIMIZERS = {
+    "biclip": (tailopt.BiClip, {}),
+    "biclip, decay": (tailopt.BiClip, {"weight_decay": 0.1, "maximize": True}),
+    "biclip, dead zone": (tailopt.BiClip, {"dead_zone": "auto"}),
+    "biclip, skip": (tailopt.BiClip, {"nonfinite": "skip"}),
+    "biclip, statistics": (tailopt.BiClip, {"statistics": True}),
+    "l2clip": (tailopt.L2Clip, {}),
+    "l2clip, tensor": (tailopt.L2Clip, {"scope": "tensor", "weight_decay": 0.1}),
+    "l2clip, skip": (tailopt.L2Clip, {"nonfinite": "skip"}),
+}
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def parameters(device: str, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(s, generator=generator).to(device, dtype)) for s in SHAPES]
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(device, dtype)
+    return params
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    """Two roundings of a parameter and one of a step, per step taken."""
+    return {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_as_on_the_cpu_without_waiting(name: str, dtype: torch.dtype, foreach: bool | None) -> None:
+    cls, more = OPTIMIZERS[name]
+    here, there = parameters("cpu", dtype), parameters("cuda", dtype)
+    cls(here, **SETTINGS, **more).step()
+    opt = cls(there, **SETTINGS, **more, foreach=foreach)
+    with nothing_waits():
+        opt.step()
+    for p, q in zip(here, there, strict=True):
+        torch.testing.assert_close(q.cpu(), p, **tolerance(dtype))
+    if "statistics" in more:
+        wanted = tailopt.count([p.grad for p in here], 0.5, 0.1)  # type: ignore[misc]
+        got = opt.statistics()
+        for i, counts in wanted.items():
+            assert (got[i].zero, got[i].below, got[i].above) == (counts.zero, counts.below, counts.above)
+            assert got[i].octaves == counts.octaves and got[i].largest == counts.largest
+
+
+@pytest.mark.parametrize("kernel", ["foreach", "single"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_kernels_are_within_an_ulp_of_the_reference(kernel: str, dtype: torch.dtype) -> None:
+    p, g = torch.randn(10_000).to(dtype), torch.randn(10_000).to(dtype)
+    g[:5] = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf")])
+    step = Step(Coordinates(0.5, 0.1), lr=0.03, weight_decay=0.1)
+    want, got = p.clone(), p.cuda()
+    KERNELS["reference"].run([Batch([want], [g], step)])
+    KERNELS[kernel].run([Batch([got], [g.cuda()], step)])
+    torch.testing.assert_close(got.cpu(), want, equal_nan=True, **tolerance(dtype))
+
+
+@pytest.mark.parametrize("cls", [tailopt.BiClip, tailopt.L2Clip])
+def test_tensors_on_the_device_are_read_there(cls: type) -> None:
+    plain, there = parameters("cuda", torch.float32), parameters("cuda", torch.float32)
+    cls(plain, **SETTINGS).step()
+    opt = cls(there, **{k: torch.tensor(v, device="cuda") for k, v in SETTINGS.items()})
+    with nothing_waits():
+        opt.step()
+    for p, q in zip(plain, there, strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-6, atol=1e-7)
+
+
+def test_thresholds_that_cross_on_the_device_are_counted_not_waited_for() -> None:
+    d = torch.tensor(0.1, device="cuda")
+    opt = tailopt.BiClip(parameters("cuda", torch.float32), lr=0.1, u=torch.tensor(0.5, device="cuda"), d=d)
+    with nothing_waits():
+        opt.step()
+        d.fill_(0.9)
+        opt.step()
+        opt.step()
+    assert opt.violations() == 2
+    with pytest.raises(ValueError, match="need 0 <= d <= u"):
+        tailopt.BiClip(parameters("cuda", torch.float32), lr=0.1, u=torch.tensor(0.5, device="cuda"), d=d)
+
+
+@pytest.mark.parametrize("name", ["biclip", "biclip, decay", "l2clip"])
+def test_a_captured_step_replays_with_the_scheduled_lr(name: str) -> None:
+    cls, more = OPTIMIZERS[name]
+    eager, captured = parameters("cuda", torch.float32), parameters("cuda", torch.float32)
+    lr = torch.tensor(0.03, device="cuda")
+    opt = cls(captured, lr=lr, u=0.5, d=0.1, capturable=True, **more)
+    side = torch.cuda.Stream()
+    start = [p.detach().clone() for p in captured]
+    with torch.cuda.stream(side):
+        opt.step()
+    torch.cuda.synchronize()
+    for p, s in zip(captured, start, strict=True):
+        p.data.copy_(s)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        opt.step()
+    reference = cls(eager, lr=0.03, u=0.5, d=0.1, **more)
+    for k in range(3):
+        lr.fill_(0.03 / (k + 1))
+        reference.param_groups[0]["lr"] = 0.03 / (k + 1)
+        graph.replay()
+        reference.step()
+    for p, q in zip(eager, captured, strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("cls", [tailopt.BiClip, tailopt.L2Clip])
+def test_a_scaler_skips_and_unscales(cls: type) -> None:
+    params = parameters("cuda", torch.float32)
+    plain = parameters("cuda", torch.float32)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    scaler.scale(torch.zeros((), device="cuda"))
+    opt = cls(params, **SETTINGS)
+    for p in params:
+        p.grad.mul_(1024.0)  # type: ignore[union-attr]
+    scaler.step(opt)
+    scaler.update()
+    cls(plain, **SETTINGS).step()
+    for p, q in zip(plain, params, strict=True):
+        torch.testing.assert_close(q, p)
+    params[0].grad[0, 0] = float("inf")  # type: ignore[index]
+    before = params[1].detach().clone()
+    scaler.step(opt)
+    assert torch.equal(params[1], before)
+
+
+def test_fused_says_that_it_is_for_the_cpu() -> None:
+    opt = tailopt.BiClip(parameters("cuda", torch.float32), fused=True)
+    with pytest.raises(RuntimeError, match="`fused=True` requires all the params to be floating point Tensors"):
+        opt.step()
