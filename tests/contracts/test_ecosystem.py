@@ -23,6 +23,7 @@ from tests.contracts.optimizer_table import (
     OPTIMIZERS,
     every_implementation,
     every_optimizer,
+    every_option,
     fresh,
     gradients,
     option_id,
@@ -728,6 +729,116 @@ def test_foreach_takes_lists_that_mix_sparse_and_dense_and_types(cls):
     assert all(
         moved(p, q.detach()) for p, q in pairs(a, [*fresh([(4,), (4,)]), *fresh([(4,), (4,)], torch.float64, 3)])
     )
+
+
+@every_optimizer
+@every_implementation
+def test_a_lazily_negated_gradient(cls, impl):
+    """A real tensor may carry a minus that its memory does not show."""
+    p, q = fresh([(40,)])[0], fresh([(40,)])[0]
+    g = torch.randn(40, generator=torch.Generator().manual_seed(1))
+    p.grad, q.grad = torch._neg_view(g), -g
+    assert p.grad.is_neg()
+    cls([p], **BITES[cls], **IMPLEMENTATIONS[impl]).step()
+    cls([q], **BITES[cls], **IMPLEMENTATIONS["single"]).step()
+    assert ulps(p, q) <= 4 * (cls is L2Clip)
+
+
+@every_optimizer
+@every_implementation
+def test_autograd_notices_that_a_parameter_was_stepped(cls, impl):
+    """A backward pass through values from before the step is an error, not a wrong gradient."""
+    p = fresh([(40,)])[0]
+    gradients([p])
+    loss = (p * p).sum()
+    cls([p], **BITES[cls], **IMPLEMENTATIONS[impl]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@every_optimizer
+@every_implementation
+def test_a_parameter_that_gets_its_shape_later(cls, impl):
+    layer = nn.LazyLinear(3)
+    opt = cls(layer.parameters(), **BITES[cls], **IMPLEMENTATIONS[impl])
+    opt.step()
+    layer(torch.ones(2, 4)).sum().backward()
+    before = layer.weight.detach().clone()
+    opt.step()
+    assert moved(layer.weight, before)
+
+
+@every_optimizer
+@every_implementation
+def test_a_subclass_of_parameter(cls, impl):
+    class Marked(nn.Parameter):
+        pass
+
+    p, q = Marked(fresh([(5,)])[0].detach()), fresh([(5,)])[0]
+    gradients([p])
+    gradients([q])
+    cls([p], **BITES[cls], **IMPLEMENTATIONS[impl]).step()
+    cls([q], **BITES[cls], **IMPLEMENTATIONS["single"]).step()
+    assert type(p) is Marked
+    assert ulps(p.detach().as_subclass(Tensor), q) <= 4 * (cls is L2Clip)
+
+
+# --- What surrounds a step ----------------------------------------------------------------------------------------
+
+
+@every_option
+@every_implementation
+@pytest.mark.parametrize("default", [torch.device("meta"), torch.float64, torch.bfloat16], ids=str)
+def test_default_device_and_type_do_not_leak_into_a_step(cls, options, impl, default):
+    """Scripts call ``torch.set_default_device("cuda")`` and keep parameters on the CPU."""
+    p, q = fresh([(40,), (3, 2)]), fresh([(40,), (3, 2)])
+    gradients(p)
+    gradients(q)
+    opt = cls(p, **{**BITES[cls], **options}, **IMPLEMENTATIONS[impl])
+    cls(q, **{**BITES[cls], **options}, **IMPLEMENTATIONS[impl]).step()
+    if isinstance(default, torch.device):
+        with default:
+            opt.step()
+    else:
+        torch.set_default_dtype(default)
+        try:
+            opt.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in pairs(p, q))
+
+
+@every_option
+@every_implementation
+def test_deterministic_algorithms(cls, options, impl):
+    p = fresh([(40,)])
+    gradients(p)
+    before = p[0].detach().clone()
+    torch.use_deterministic_algorithms(True)
+    try:
+        cls(p, **{**BITES[cls], **options}, **IMPLEMENTATIONS[impl]).step()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert moved(p[0], before)
+
+
+@every_optimizer
+@every_implementation
+def test_a_parameter_given_twice_is_stepped_twice(cls, impl):
+    """As torch does after its warning; large enough for two threads to meet."""
+    p = torch.full((200_003,), 2.0, requires_grad=True)
+    p.grad = torch.ones_like(p)
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        opt = cls([p, p], lr=0.125, u=0.5, d=0.5, **IMPLEMENTATIONS[impl])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        opt.step()
+    finally:
+        torch.set_num_threads(threads)
+    size = 0.125 * 0.5 if cls is BiClip else 0.125 * 0.5 / (2 * p.numel()) ** 0.5
+    torch.testing.assert_close(p.detach(), torch.full_like(p, 2 - 2 * size), rtol=1e-6, atol=0)
+    assert p.detach().unique().numel() == 1
 
 
 # --- torch.compile ------------------------------------------------------------------------------------------------

@@ -265,6 +265,46 @@ def test_a_nonfinite_shard_raises_on_every_rank_before_anything_moved(ranks, nam
     assert also == said
 
 
+def on_scaler(name: str, impl: str, unscale: bool, overflow: bool) -> dict[str, Any]:
+    """A scaled step of a sharded model; where asked, one element of the first rank's gradients is infinite."""
+    cls = {"BiClip": BiClip, "L2Clip": L2Clip}[name]
+    plain, sharded = network("uneven"), network("uneven")
+    fully_shard(sharded, mesh=mesh())
+    kwargs = {**BITES[cls], "lr": 0.01}
+    a, b = cls(plain.parameters(), **kwargs), cls(sharded.parameters(), **kwargs, **IMPLEMENTATIONS[impl])
+    start = [whole(p) for p in sharded.parameters()]
+    x = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
+    plain(x).pow(2).sum().backward()
+    a.step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(sharded(x).pow(2).sum()).backward()
+    if overflow and dist.get_rank() == 0:
+        sharded[0].weight.grad.to_local()[0, 0] = float("inf")
+    if unscale:
+        scaler.unscale_(b)
+    scaler.step(b)
+    scaler.update()
+    end = [whole(p) for p in sharded.parameters()]
+    return {
+        "ulps": max(ulps(p.detach(), q) for p, q in zip(plain.parameters(), end, strict=True)),
+        "still": [torch.equal(p, q) for p, q in zip(start, end, strict=True)],
+        "scale": scaler.get_scale(),
+    }
+
+
+@pytest.mark.parametrize("name", ["BiClip", "L2Clip"])
+@pytest.mark.parametrize("impl", ["default", "fused"])
+@pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_ first"])
+def test_a_scaler_over_shards(ranks, name, impl, unscale):
+    for result in ranks.run(on_scaler, name, impl, unscale, False):
+        assert result["ulps"] <= (8 if name == "L2Clip" else 0)
+        assert not any(result["still"])
+        assert result["scale"] == 1024.0
+    for result in ranks.run(on_scaler, name, impl, unscale, True):
+        assert all(result["still"]), "an overflow on one rank stops them all"
+        assert result["scale"] == 512.0
+
+
 # --- ZeRO ---------------------------------------------------------------------------------------------------------
 
 

@@ -159,6 +159,8 @@ def add(
 
 def is_flat(g: Tensor) -> bool:
     """Whether the elements lie without gaps in memory, in whatever order: a walk through it sees each of them once."""
+    if g.is_neg():  # then memory holds the negatives
+        return False
     return g.layout == torch.strided and (g.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(g))
 
 

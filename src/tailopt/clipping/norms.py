@@ -138,6 +138,8 @@ def _rescaled(m: float, q: float, u: float, d: float, dtype: torch.dtype) -> Res
         reach = _REACH[dtype]
         scale = 2.0 ** -max(-reach, min(reach, math.frexp(m)[1] + math.frexp(root)[1]))
     norm = m * scale * root
+    if scale > 1:  # an fp32 tensor beside fp64 ones of that size can only be zero
+        norm = max(norm, limits.tiny)
     if norm <= d * scale:
         return Rescaled(scale, norm, d)
     if norm >= u * scale:
@@ -159,6 +161,7 @@ def _rescaled_on_device(m: Tensor, q: Tensor, u: Number, d: Number, dtype: torch
     fits = (m * root >= limits.tiny) & (m * root <= limits.max) | torch.isnan(q)
     scale = torch.exp2(-torch.where(fits, 0, exponent.clamp(-reach, reach)).double())
     norm = m * scale * root
+    norm = torch.where(scale > 1, norm.clamp(min=limits.tiny), norm)  # an fp32 tensor beside such fp64 ones is zero
     low, high = norm <= d * scale, norm >= u * scale
     clipped = (low | high) & ~empty
     target = torch.where(empty, 0.0, torch.where(low, d, torch.where(high, u, 1.0)))

@@ -32,6 +32,7 @@ CHUNK = (
     262_144  # elements of a buffer: 1 MiB in fp32; 128k to 512k were within 20 % of each other, 32k took twice as long
 )
 FOREACH_BYTES = 1 << 28  # of gradients whose intermediates are alive at the same time
+PIECE = 1 << 26  # elements of a tensor that are handled at once where a kernel makes intermediates
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,11 @@ def update(batches: Sequence[Batch], wanted: str | None = None, watch: Watch | N
                 tally(g_part, batch.slots[i], clip, watch.tallies(g_part.device, slots))
             name = which(p_part, g_part, step, wanted).kernel.name
             same = chosen.setdefault(name, [])
-            if same and same[-1].step is step:
-                same[-1].params.append(p_part)
-                same[-1].grads.append(g_part)
-            else:
-                same.append(Batch([p_part], [g_part], step))
+            if not same or same[-1].step is not step:
+                same.append(Batch([], [], step))
+            for p_piece, g_piece in _pieces(p_part, g_part, step):
+                same[-1].params.append(p_piece)
+                same[-1].grads.append(g_piece)
     for name, parts in chosen.items():
         KERNELS[name].run(parts)
 
@@ -122,6 +123,14 @@ def _at_the_border(p: Tensor, g: Tensor, step: Step) -> tuple[Tensor, Tensor, St
         step = shaped(step, lambda t: t[..., None]) if _has_dimensions(step) else step
         p, g = torch.view_as_real(p), torch.view_as_real(g.resolve_conj())
     return p, g, step
+
+
+def _pieces(p: Tensor, g: Tensor, step: Step) -> list[tuple[Tensor, Tensor]]:
+    """A very large tensor in parts, so that intermediates stay small; whole where somebody traces or differentiates."""
+    whole = p.numel() <= PIECE or torch.is_grad_enabled() or torch.compiler.is_compiling() or _has_dimensions(step)
+    if whole or g.layout != torch.strided or not (p.is_contiguous() and g.is_contiguous()):
+        return [(p, g)]
+    return list(zip(p.detach().view(-1).split(PIECE), g.detach().view(-1).split(PIECE), strict=True))
 
 
 def _has_dimensions(step: Step) -> bool:
@@ -149,6 +158,8 @@ def _all_plain(batches: Sequence[Batch]) -> bool:
                 and list(map(Tensor.numel, ps)) == list(map(Tensor.numel, gs))
                 and all(map(Tensor.is_contiguous, ps))
                 and all(map(Tensor.is_contiguous, gs))
+                and not any(map(Tensor.is_neg, gs))
+                and not any(map(Tensor.is_neg, ps))
             ):
                 return False
         except RuntimeError:  # a sparse gradient has no strides to ask for
@@ -183,8 +194,8 @@ def _refuses_flat(p: Tensor, g: Tensor, step: Step) -> str:
         return f"it takes floating types, not {p.dtype}"
     if not _numbers_only(step):
         return "thresholds or lr are tensors with dimensions, or not on the CPU"
-    if p.stride() != g.stride() or p.shape != g.shape or not is_flat(p):
-        return "parameter and gradient lie differently in memory, or have gaps"
+    if p.stride() != g.stride() or p.shape != g.shape or not (is_flat(p) and is_flat(g)):
+        return "parameter and gradient lie differently in memory, have gaps, or are lazily negated"
     return ""
 
 
@@ -345,7 +356,10 @@ def _foreach(params: list[Tensor], grads: list[Tensor], step: Step) -> None:
         clipped = torch._foreach_abs(gs)
         torch._foreach_clamp_min_(clipped, _scalar(step.clip.d, len(gs)))
         torch._foreach_clamp_max_(clipped, _scalar(step.clip.u, len(gs)))
-        torch._foreach_mul_(clipped, torch._foreach_sign(gs))
+        # the signs a quarter of the list at a time: a second copy of all gradients would be alive otherwise
+        some = -(-len(gs) // 4)
+        for i in range(0, len(gs), some):
+            torch._foreach_mul_(clipped[i : i + some], torch._foreach_sign(gs[i : i + some]))
     else:
         clipped = torch._foreach_mul(gs, step.clip.scale)
         torch._foreach_div_(clipped, step.clip.norm)
@@ -391,22 +405,25 @@ def _single(p: Tensor, g: Tensor, step: Step) -> None:
         if isinstance(decay, Tensor) and decay.requires_grad:  # its derivative needs the value that is about to change
             wide = wide.clone()
         wide.mul_(decay)
-    if g.is_sparse:
+    if g.is_sparse:  # the touched coordinates step as if the gradient were dense
         g = g.coalesce()
-        indices, values = g.indices(), real_parts(g).to(dtype)
-        clip = _at_coordinates(step.clip, g)
-        c = clip(-values if step.maximize else values) * -step.lr
-        sparse = torch.sparse_coo_tensor(indices, c, wide.shape, is_coalesced=True, check_invariants=False)
-        wide.add_(sparse)
+        where, clip, g = tuple(g.indices()), _at_coordinates(step.clip, g), real_parts(g)
+        touched = wide[where]
+        _descend(touched, clip, g.to(dtype), step)
+        wide[where] = touched
     else:
-        g = g.to(dtype)
-        c = step.clip(-g if step.maximize else g)
-        if isinstance(step.lr, Tensor):
-            wide.addcmul_(c, -step.lr)
-        else:
-            wide.add_(c, alpha=-step.lr)
+        _descend(wide, step.clip, g.to(dtype), step)
     if wide is not p:
         p.copy_(wide)
+
+
+def _descend(wide: Tensor, clip: Coordinates | Rescaled, g: Tensor, step: Step) -> None:
+    """wide <- fma(-lr, clip(g), wide), in place."""
+    c = clip(-g if step.maximize else g)
+    if isinstance(step.lr, Tensor):
+        wide.addcmul_(c, -step.lr)
+    else:
+        wide.add_(c, alpha=-step.lr)
 
 
 def _at_coordinates(clip: Coordinates | Rescaled, g: Tensor) -> Coordinates | Rescaled:
