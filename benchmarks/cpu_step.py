@@ -2,9 +2,10 @@
 
     python benchmarks/cpu_step.py [--runs 5] [--write]
 
-A run interleaves all competitors and takes the least time of each; a ratio is formed inside a run. A run in which SGD
-differs from a second SGD on the same parameters by more than 5 % does not count and is repeated. What is reported is
-the median over the runs that count, with the least and the most. --write puts the tables into benchmarks/RESULTS.md.
+A run interleaves all competitors in random order and takes the least time of each; a ratio is formed inside a run. A
+run in which SGD differs from a second SGD on the same parameters by more than 5 % does not count and is repeated. What
+is reported is the median over the runs that count, with the least and the most. --write puts the tables into
+benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -126,10 +128,10 @@ def tiny_mix() -> tuple[list[Tensor], dict[str, Callable[[], None]]]:
 
 
 def least_times(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """The least time of each, all of them interleaved."""
+    """The least time of each, taking turns in random order: what is in the cache depends on who came before."""
     least = dict.fromkeys(steps, float("inf"))
     for _ in range(repeats):
-        for name, step in steps.items():
+        for name, step in random.sample(list(steps.items()), len(steps)):
             start = time.perf_counter()
             step()
             least[name] = min(least[name], time.perf_counter() - start)
@@ -140,7 +142,7 @@ def with_fresh_gradients(steps: dict[str, Callable[[], None]], params: list[Tens
     """As `least_times`, with new gradient objects before every step, as after zero_grad(); making them is not timed."""
     least = dict.fromkeys(steps, float("inf"))
     for _ in range(repeats):
-        for name, step in steps.items():
+        for name, step in random.sample(list(steps.items()), len(steps)):
             for p in params:
                 p.grad = p.grad.clone()  # type: ignore[union-attr]
             start = time.perf_counter()
@@ -241,7 +243,13 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the tables into benchmarks/RESULTS.md")
     arguments = parser.parse_args()
     torch.set_num_threads(min(2, os.cpu_count() or 1))
-    parts = [f"`python benchmarks/cpu_step.py --write`: {machine()}", ""]
+    parts: list[str] = []
+
+    def report(part: str) -> None:
+        print(part, flush=True)
+        parts.append(part)
+
+    report(f"`python benchmarks/cpu_step.py --write`: {machine()}\n")
 
     mix = plain_mix(torch.float32)
     good, thrown = runs_that_count(lambda: least_times(mix, arguments.repeats), arguments.runs)
@@ -252,7 +260,7 @@ def main() -> None:
         ("BiClip, counts and sampled histogram", "BiClip", "<= 1.05"),
         ("SGD fused", "SGD foreach", ""),
     ]
-    parts.append(table("fp32, 24.7M parameters in 64 GPT-2-shaped tensors", good, thrown, rows))
+    report(table("fp32, 24.7M parameters in 64 GPT-2-shaped tensors", good, thrown, rows))
 
     mix = plain_mix(torch.bfloat16)
     good, thrown = runs_that_count(lambda: least_times(mix, arguments.repeats), arguments.runs)
@@ -263,7 +271,7 @@ def main() -> None:
         ("BiClip, counts and sampled histogram", "BiClip", ""),
         ("SGD fused", "SGD foreach", ""),
     ]
-    parts.append(table("bf16, the same tensors", good, thrown, rows))
+    report(table("bf16, the same tensors", good, thrown, rows))
 
     mix = torch_mix()
     good, thrown = runs_that_count(lambda: least_times(mix, max(5, arguments.repeats // 3)), arguments.runs)
@@ -272,22 +280,20 @@ def main() -> None:
         for name in mix
         if not name.startswith("SGD")
     ]
-    parts.append(table("Without a compiler: torch operations, fp32, the same tensors", good, thrown, rows))
+    report(table("Without a compiler: torch operations, fp32, the same tensors", good, thrown, rows))
 
     tiny, mix = tiny_mix()
     rows = [("BiClip", "SGD fused", "<= 0.8"), ("BiClip", "SGD foreach", ""), ("AdamW fused", "SGD fused", "")]
     good, thrown = runs_that_count(lambda: least_times(mix, 40 * arguments.repeats), arguments.runs)
-    parts.append(table("148 tensors of 1 to 768 elements, the same gradient objects in every step", good, thrown, rows))
+    report(table("148 tensors of 1 to 768 elements, the same gradient objects in every step", good, thrown, rows))
     good, thrown = runs_that_count(lambda: with_fresh_gradients(mix, tiny, 10 * arguments.repeats), arguments.runs)
-    parts.append(table("148 tensors of 1 to 768 elements, new gradient objects in every step", good, thrown, rows))
+    report(table("148 tensors of 1 to 768 elements, new gradient objects in every step", good, thrown, rows))
 
     if Path("/proc/self/clear_refs").exists():
-        parts.append(extra_memory())
-    text = "\n".join(parts)
-    print(text)
+        report(extra_memory())
     if arguments.write:
         begin, end = "<!-- cpu_step:begin -->", "<!-- cpu_step:end -->"
-        old = RESULTS.read_text()
+        text, old = "\n".join(parts), RESULTS.read_text()
         RESULTS.write_text(old[: old.index(begin) + len(begin)] + "\n" + text + old[old.index(end) :])
         print(f"wrote {RESULTS}")
 

@@ -235,7 +235,7 @@ def test_watching_counts_the_same_in_every_kernel() -> None:
     for kernel in (None, "single", "chunked"):
         watch = Watch("sampled")
         watch.next_pass()
-        update([Batch([torch.zeros(70_001)], [g], STEPS["dead zone"], [0])], kernel, watch, 1)
+        update([Batch([torch.zeros(70_001)], [g], STEPS["dead zone"], [0])], kernel, None, watch, 1)
         seen.append(watch.take(1)[0])
     assert seen[1] == seen[2]
     for name in ("elements", "zero", "below", "above", "nonfinite", "largest", "octaves", "logs"):

@@ -62,20 +62,35 @@ class Library:
 
         rows: 9 numbers a row, as `Row` in cpu.c. tallies: where to add what was counted, at `slots`.
         """
+        where = addresses(params) if params is not None else None
+        layout = sizes(grads), array("i", [DTYPES[g.dtype] for g in grads])
+        self.run_at(operation, where, addresses(grads), *layout, which_row, rows, tallies, slots, variant, threads)
+
+    def run_at(
+        self,
+        operation: str,
+        params: array[int] | None,
+        grads: array[int],
+        counts: array[int],
+        dtypes: array[int],
+        which_row: Sequence[int],
+        rows: Sequence[float],
+        tallies: Tallies | None = None,
+        slots: Sequence[int] | None = None,
+        variant: str | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """`run` for callers that know addresses and sizes already; they keep the tensors alive meanwhile."""
         n = len(grads)
-        dtypes = array("i", [DTYPES[g.dtype] for g in grads])
-        counts = array("q", map(Tensor.numel, grads))
-        g = array("Q", map(Tensor.data_ptr, grads))
-        p = array("Q", map(Tensor.data_ptr, params)) if params is not None else None
         row, numbers = array("i", which_row), array("d", rows)
-        slot = array("i", range(n) if slots is None else slots)
+        slot = array("i", range(n) if slots is None else slots) if tallies is not None else row  # not read without
         failed = self._pass(
             OPERATIONS[operation],
             len(self.variants) - 1 if variant is None else self.variants.index(variant),
             1 if _forked else (threads or torch.get_num_threads()),
             n,
-            p.buffer_info()[0] if p is not None else None,
-            g.buffer_info()[0],
+            params.buffer_info()[0] if params is not None else None,
+            grads.buffer_info()[0],
             counts.buffer_info()[0],
             dtypes.buffer_info()[0],
             row.buffer_info()[0],
@@ -88,6 +103,16 @@ class Library:
         )
         if failed:
             raise MemoryError(f"No memory for the partial sums of a pass over {n} tensors.")
+
+
+def addresses(tensors: Sequence[Tensor]) -> array[int]:
+    """Where the tensors' elements begin."""
+    return array("Q", list(map(Tensor.data_ptr, tensors)))
+
+
+def sizes(tensors: Sequence[Tensor]) -> array[int]:
+    """How many elements the tensors have."""
+    return array("q", list(map(Tensor.numel, tensors)))
 
 
 @dataclass

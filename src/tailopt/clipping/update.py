@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from tailopt.clipping import reference
 from tailopt.clipping.counts import Watch, is_flat, tally
-from tailopt.clipping.cpu import DTYPES, library, why_missing
+from tailopt.clipping.cpu import DTYPES, addresses, library, sizes, why_missing
 from tailopt.clipping.operators import arithmetic, real_parts
 from tailopt.clipping.reference import Coordinates, Number, Rescaled, Step
 from tailopt.clipping.shards import is_dtensor, local_pair, local_part
@@ -82,13 +83,24 @@ def which(p: Tensor, g: Tensor, step: Step, wanted: str | None = None) -> Choice
     return Choice(KERNELS["single"], "; ".join(reasons))
 
 
-def update(batches: Sequence[Batch], wanted: str | None = None, watch: Watch | None = None, slots: int = 0) -> None:
-    """Take the step, in place, by the wanted kernel or the fastest one; count on the way where a watch is given."""
-    if wanted is None and _all_plain(batches):
-        if library() is not None:
-            _run_c(batches, watch, slots)
-            return
-        _say_missing_once()
+def update(
+    batches: Sequence[Batch],
+    wanted: str | None = None,
+    roster: Roster | None = None,
+    watch: Watch | None = None,
+    slots: int = 0,
+) -> None:
+    """Take the step, in place, by the wanted kernel or the fastest one; count on the way where a watch is given.
+
+    roster: what an optimizer remembers of its parameters from step to step.
+    """
+    if wanted is None and all(_numbers_only(batch.step) for batch in batches):
+        roster = roster or Roster()
+        if roster.fits(*_joined(batches)):
+            if library() is not None:
+                _run_c(batches, roster, watch, slots)
+                return
+            _say_missing_once()
     chosen: dict[str, list[Batch]] = {}
     for batch in batches:
         for i, (p, g) in enumerate(zip(batch.params, batch.grads, strict=True)):
@@ -140,33 +152,67 @@ def _has_dimensions(step: Step) -> bool:
 # ---- c ----
 
 
-def _all_plain(batches: Sequence[Batch]) -> bool:
-    """Whether the C kernel takes all: asked of whole lists, since a question a tensor costs more than the step."""
-    dtype, on_cpu = attrgetter("dtype"), attrgetter("is_cpu")
-    for batch in batches:
-        ps, gs = batch.params, batch.grads
+def _joined(batches: Sequence[Batch]) -> tuple[list[Tensor], list[Tensor]]:
+    """All parameters and all gradients; of one batch its own lists."""
+    if len(batches) == 1:
+        return batches[0].params, batches[0].grads
+    return [p for batch in batches for p in batch.params], [g for batch in batches for g in batch.grads]
+
+
+class Roster:
+    """What is known of the parameters that went to the C kernel last: asked again only when one of them moved.
+
+    Parameters are taken for the same while their addresses and sizes are. Gradients are new tensors in every step, so
+    they are asked in every step, all of them at once: a question a tensor would cost more than the step.
+    """
+
+    def __init__(self) -> None:
+        self._where: list[int] = []
+        self._sizes: list[int] = []
+        self._dtypes: list[torch.dtype] = []
+        self.addresses, self.sizes, self.codes = array("Q"), array("q"), array("i")
+        self.arithmetics: list[torch.dtype] = []  # of every parameter
+        self.distinct = True  # no parameter is there twice
+
+    def fits(self, params: list[Tensor], grads: list[Tensor]) -> bool:
+        """Whether all of them can go to the C kernel."""
         try:
-            dtypes = set(map(dtype, ps))
-            if not (
-                _numbers_only(batch.step)
-                and set(map(type, gs)) <= _PLAIN
-                and set(map(type, ps)) <= _PLAIN
-                and all(map(on_cpu, ps))
-                and all(map(on_cpu, gs))
-                and dtypes <= DTYPES.keys()
-                and (list(map(dtype, gs)) == list(map(dtype, ps)) if len(dtypes) > 1 else set(map(dtype, gs)) == dtypes)
-                and list(map(Tensor.numel, ps)) == list(map(Tensor.numel, gs))
-                and all(map(Tensor.is_contiguous, ps))
-                and all(map(Tensor.is_contiguous, gs))
-                and not any(map(Tensor.is_neg, gs))
-                and not any(map(Tensor.is_neg, ps))
-            ):
+            where, sizes = list(map(Tensor.data_ptr, params)), list(map(Tensor.numel, params))
+            if (where != self._where or sizes != self._sizes) and not self._learn(params, where, sizes):
                 return False
+            return (
+                _are_flat(grads)
+                and list(map(_DTYPE, grads)) == self._dtypes
+                and list(map(Tensor.numel, grads)) == self._sizes
+            )
         except RuntimeError:  # a sparse gradient has no strides to ask for
             return False
-    return True
+
+    def _learn(self, params: list[Tensor], where: list[int], sizes: list[int]) -> bool:
+        self._where = []  # nothing is known until everything is
+        dtypes = list(map(_DTYPE, params))
+        if not (_are_flat(params) and set(dtypes) <= DTYPES.keys()):
+            return False
+        self._where, self._sizes, self._dtypes = where, sizes, dtypes
+        self.addresses, self.sizes = array("Q", where), array("q", sizes)
+        self.codes = array("i", [DTYPES[t] for t in dtypes])
+        self.arithmetics = [arithmetic(t) for t in dtypes]
+        filled = [address for address in where if address]  # empty tensors have none
+        self.distinct = len(set(filled)) == len(filled)
+        return True
 
 
+def _are_flat(tensors: list[Tensor]) -> bool:
+    """Whether these are plain tensors on the CPU whose elements lie one after another."""
+    return (
+        set(map(type, tensors)) <= _PLAIN
+        and all(map(_ON_CPU, tensors))
+        and all(map(Tensor.is_contiguous, tensors))
+        and not any(map(Tensor.is_neg, tensors))
+    )
+
+
+_DTYPE, _ON_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 
@@ -199,37 +245,36 @@ def _refuses_flat(p: Tensor, g: Tensor, step: Step) -> str:
     return ""
 
 
-def _run_c(batches: Sequence[Batch], watch: Watch | None = None, slots: int = 0) -> None:
+def _run_c(batches: Sequence[Batch], roster: Roster | None = None, watch: Watch | None = None, slots: int = 0) -> None:
     kernel = library()
     assert kernel is not None
-    params: list[Tensor] = []
-    grads: list[Tensor] = []
-    which_row: list[int] = []
-    where: list[int] = []
+    params, grads = _joined(batches)
+    if roster is None:
+        roster = Roster()
+        codes = array("i", [DTYPES[p.dtype] for p in params])
+        where, counts, wide = addresses(params), sizes(params), [arithmetic(p.dtype) for p in params]
+    else:
+        where, counts, codes, wide = roster.addresses, roster.sizes, roster.codes, roster.arithmetics
     rows: list[float] = []
-    rescales = bool(batches) and isinstance(batches[0].step.clip, Rescaled)
+    which_row: list[int] = []
     for batch in batches:
-        dtypes = set(map(attrgetter("dtype"), batch.params))
+        types = wide[len(which_row) : len(which_row) + len(batch.params)]
         row_of = {}
-        for dtype in {arithmetic(t) for t in dtypes}:
+        for dtype in set(types):
             row_of[dtype] = len(rows) // 9
             rows += _row(batch.step, dtype)
-        params += batch.params
-        grads += batch.grads
-        where += batch.slots
-        if len(row_of) == 1:
-            which_row += [len(rows) // 9 - 1] * len(batch.params)
-        else:
-            which_row += [row_of[arithmetic(p.dtype)] for p in batch.params]
-    tallies = watch.tallies(torch.device("cpu"), slots) if watch is not None else None
-    kernel.run(
-        "rescale" if rescales else "biclip",
-        params,
-        grads,
+        which_row += [row_of[types[0]]] * len(types) if len(row_of) == 1 else [row_of[dtype] for dtype in types]
+    kernel.run_at(
+        "rescale" if batches and isinstance(batches[0].step.clip, Rescaled) else "biclip",
+        where,
+        addresses(grads),
+        counts,
+        codes,
         which_row,
         rows,
-        tallies=tallies,
-        slots=where if watch else None,
+        watch.tallies(torch.device("cpu"), slots) if watch is not None else None,
+        [slot for batch in batches for slot in batch.slots] if watch is not None else None,
+        threads=None if roster.distinct else 1,  # a parameter given twice steps twice, one after the other
     )
     # The write went past autograd: without this a tensor saved for backward would be used stale, and nobody told.
     torch.autograd.graph.increment_version(params)

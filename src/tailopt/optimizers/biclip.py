@@ -15,7 +15,7 @@ from tailopt.clipping.norms import largest
 from tailopt.clipping.operators import arithmetic
 from tailopt.clipping.reference import Coordinates, Number, Step
 from tailopt.clipping.shards import local_pair
-from tailopt.clipping.update import Batch, update
+from tailopt.clipping.update import Batch, Roster, update
 from tailopt.optimizers.shell import Group, Shell, restore, way
 
 
@@ -118,11 +118,11 @@ class BiClip(Shell):
                 ways.setdefault(way(group, batch.params), []).append(batch)
         for name, same in ways.items():
             if name == "fused":
-                _fused_biclip(same, watch, slots)
+                _fused_biclip(same, self._roster, watch, slots)
             elif name == "single":
                 _single_tensor_biclip(same, watch, slots)
             else:
-                _multi_tensor_biclip(same, watch, slots, "foreach" if name == "foreach" else None)
+                _multi_tensor_biclip(same, self._roster, watch, slots, "foreach" if name == "foreach" else None)
         restore(kept)
         return loss
 
@@ -166,13 +166,15 @@ def _dead_zones(group: Group, params: Sequence[Tensor], top: Tensor | None) -> l
 
 
 def _single_tensor_biclip(batches: Sequence[Batch], watch: Watch | None, slots: int) -> None:
-    update(batches, "single", watch, slots)
+    update(batches, "single", None, watch, slots)
 
 
-def _multi_tensor_biclip(batches: Sequence[Batch], watch: Watch | None, slots: int, kernel: str | None = None) -> None:
-    update(batches, kernel, watch, slots)
+def _multi_tensor_biclip(
+    batches: Sequence[Batch], roster: Roster, watch: Watch | None, slots: int, kernel: str | None = None
+) -> None:
+    update(batches, kernel, roster, watch, slots)
 
 
 @_disable_dynamo
-def _fused_biclip(batches: Sequence[Batch], watch: Watch | None, slots: int) -> None:
-    update(batches, None, watch, slots)
+def _fused_biclip(batches: Sequence[Batch], roster: Roster, watch: Watch | None, slots: int) -> None:
+    update(batches, None, roster, watch, slots)

@@ -14,7 +14,7 @@ from tailopt.clipping.norms import rescalings
 from tailopt.clipping.operators import arithmetic
 from tailopt.clipping.reference import Number, Rescaled, Step
 from tailopt.clipping.shards import local_pair
-from tailopt.clipping.update import Batch, update
+from tailopt.clipping.update import Batch, Roster, update
 from tailopt.optimizers.shell import Group, Shell, restore, way
 
 SCOPES = ("global", "group", "tensor")
@@ -112,11 +112,11 @@ class L2Clip(Shell):
                 ways.setdefault(way(group, batch.params), []).append(batch)
         for name, same in ways.items():
             if name == "fused":
-                _fused_l2clip(same)
+                _fused_l2clip(same, self._roster)
             elif name == "single":
                 _single_tensor_l2clip(same)
             else:
-                _multi_tensor_l2clip(same, "foreach" if name == "foreach" else None)
+                _multi_tensor_l2clip(same, self._roster, "foreach" if name == "foreach" else None)
         restore(kept)
         return loss
 
@@ -163,10 +163,10 @@ def _single_tensor_l2clip(batches: Sequence[Batch]) -> None:
     update(batches, "single")
 
 
-def _multi_tensor_l2clip(batches: Sequence[Batch], kernel: str | None = None) -> None:
-    update(batches, kernel)
+def _multi_tensor_l2clip(batches: Sequence[Batch], roster: Roster, kernel: str | None = None) -> None:
+    update(batches, kernel, roster)
 
 
 @_disable_dynamo
-def _fused_l2clip(batches: Sequence[Batch]) -> None:
-    update(batches)
+def _fused_l2clip(batches: Sequence[Batch], roster: Roster) -> None:
+    update(batches, None, roster)

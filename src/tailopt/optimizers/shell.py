@@ -6,6 +6,7 @@ The shell holds no arithmetic. It gathers parameters and gradients, validates, a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ from tailopt.clipping.norms import nonfinite
 from tailopt.clipping.operators import check_shape, check_thresholds, threshold_order
 from tailopt.clipping.reference import Number
 from tailopt.clipping.shards import is_dtensor, local_pair
-from tailopt.clipping.update import Batch
+from tailopt.clipping.update import Batch, Roster
 
 POLICIES = ("propagate", "skip", "raise")
 STATISTICS = {False: None, "counts": "counts", True: "sampled", "complete": "complete"}
@@ -54,6 +55,9 @@ class Shell(Optimizer):
     def _ready(self) -> None:
         """What is not saved, made anew for a new, unpickled or copied object."""
         self._watch = Watch(self._statistics or "counts")
+        self._roster = Roster()
+        self._settings = operator.itemgetter(*(key for key in self.defaults if key != "params"))
+        self._checked: dict[int, tuple[Any, ...]] = {}
         self._violations: dict[torch.device, Tensor] = {}
         if self.defaults["fused"]:
             # Only where the constructor was asked for fused=True: with the flag a scaler leaves the unscaling to us.
@@ -141,11 +145,12 @@ class Shell(Optimizer):
     # ---- a step ----
 
     def _init_group(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> bool:
+        add_param, add_grad = params.append, grads.append
         for p in group["params"]:
             grad = p.grad
             if grad is not None:
-                params.append(p)
-                grads.append(grad)
+                add_param(p)
+                add_grad(grad)
         return False
 
     def _gather(self) -> list[tuple[Group, list[Tensor], list[Tensor]]]:
@@ -153,7 +158,9 @@ class Shell(Optimizer):
         tracing = torch.compiler.is_compiling()
         if not tracing:
             for group in self.param_groups:
-                self.check(group, group["params"], at_step=True)
+                if not self._is_checked(group):
+                    self.check(group, group["params"], at_step=True)
+                    self._checked[id(group)] = self._settings(group)
             self._accelerator_graph_capture_health_check()
         gathered = []
         for group in self.param_groups:
@@ -166,6 +173,12 @@ class Shell(Optimizer):
                 _check_capturable(params)
             gathered.append((group, params, grads))
         return gathered
+
+    def _is_checked(self, group: Group) -> bool:
+        """Whether every setting is the very object that was checked before; tensors may have changed all the same."""
+        now, before = self._settings(group), self._checked.get(id(group), ())
+        same = len(now) == len(before) and all(map(operator.is_, now, before))
+        return same and not any(isinstance(value, Tensor) for value in now)
 
     def _unscale(self, gathered: Iterable[tuple[Group, list[Tensor], list[Tensor]]]) -> bool:
         """GradScaler's fused protocol: unscale the gradients in place; False where this step is to be left out."""
@@ -188,6 +201,8 @@ class Shell(Optimizer):
         and what it was is returned as (parameter, copy, verdict), for `restore`.
         """
         policies = [group["nonfinite"] for group, _ in batches]
+        if all(policy == "propagate" for policy in policies):
+            return batches, []
         everywhere = [(b, i) for b, (_, batch) in enumerate(batches) for i in range(len(batch.params))]
         concerned = {scope(b, i) for b, i in everywhere if policies[b] != "propagate"}
         places = [(b, i) for b, i in everywhere if scope(b, i) in concerned]
