@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
-from tailopt.clipping.cpu import BINS, DTYPES, Tallies, library
+from tailopt.clipping.cpu import DTYPES, Tallies, library
 from tailopt.clipping.operators import arithmetic, check_thresholds, real_parts
 from tailopt.clipping.shards import is_dtensor
 
@@ -181,15 +181,21 @@ def tally(g: Tensor, slot: int, thresholds: tuple[float | Tensor, ...], tallies:
         reals[slot, 1] = torch.maximum(reals[slot, 1], kept.amax().double())
     if tallies.bins is not None and tallies.logs is not None and a.numel():
         if a.numel() >= COMPLETE_BELOW and tallies.phase >= 0:
-            line = LINE // g.element_size()
-            number = torch.arange(a.numel(), device=a.device) // line
-            a = a.reshape(-1)[number % STRIDE == tallies.phase]
+            a = a.reshape(-1)[_sampled(a.numel(), LINE // g.element_size(), tallies.phase, a.device)]
         octave, cell = _octave_and_cell(a.reshape(-1))
         log2 = (
             torch.log2(1 + (torch.arange(1024, dtype=torch.float64, device=a.device) + 0.5) / 1024) * 65536 + 0.5
         ).long()
-        tallies.bins[slot] += torch.bincount(octave, minlength=BINS)
-        tallies.logs[slot] += torch.zeros(BINS, dtype=torch.int64, device=a.device).index_add_(0, octave, log2[cell])
+        tallies.bins[slot] += torch.zeros_like(tallies.bins[slot]).index_add_(0, octave, torch.ones_like(octave))
+        tallies.logs[slot] += torch.zeros_like(tallies.logs[slot]).index_add_(0, octave, log2[cell])
+
+
+def _sampled(n: int, line: int, phase: int, device: torch.device) -> Tensor:
+    """The positions of every STRIDE-th line from the phase on; as indices, since a mask would wait for its count."""
+    first = torch.arange(phase * line, n, STRIDE * line, device=device)
+    positions = (first[:, None] + torch.arange(line, device=device)).reshape(-1)
+    left = (n - phase * line) % (STRIDE * line)  # elements from the last sampled line on
+    return positions[: positions.numel() - max(0, line - left)] if left else positions
 
 
 def _octave_and_cell(a: Tensor) -> tuple[Tensor, Tensor]:

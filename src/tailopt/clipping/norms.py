@@ -48,7 +48,7 @@ def largest(grads: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
     tops = _tallied(grads).reals[:, 1]
     result = tops.new_zeros(())
     for groups, members in by_ranks(owners).items():
-        over = over_shards(tops[members].amax(), groups, lambda parts: parts.amax(0))
+        over = over_shards(_rows(tops, members).amax(), groups, lambda parts: parts.amax(0))
         result = torch.maximum(result, over)
     return result
 
@@ -57,8 +57,14 @@ def nonfinite(grads: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
     """How many elements of each gradient are not finite, over all its shards."""
     found = _tallied(grads).integers[:, 4].clone()
     for groups, members in by_ranks(owners).items():
-        found[members] = over_shards(found[members], groups, lambda parts: parts.sum(0))
+        if groups:
+            found[members] = over_shards(found[members], groups, lambda parts: parts.sum(0))
     return found
+
+
+def _rows(x: Tensor, members: Sequence[int]) -> Tensor:
+    """x[members], without the copy of the list to the device that everything would wait for."""
+    return torch.stack([x[i] for i in members])
 
 
 def _tallied(grads: Sequence[Tensor]) -> Tallies:
@@ -75,13 +81,13 @@ def _over_scopes(
     pairs = _pairs_by_kernel(grads) if on_cpu and not traced else _pairs_by_torch(grads)
     if scopes == 1 and not any(map(is_dtensor, owners)):  # the usual case, and small steps notice the rest
         return _fold(pairs)[None]
-    nothing = pairs.new_tensor([1.0, 0.0])
+    nothing = torch.stack([pairs.new_ones(()), pairs.new_zeros(())])
     total = nothing.expand(scopes, 2)
     for groups, members in by_ranks(owners).items():
         inside: list[list[int]] = [[] for _ in range(scopes)]
         for i in members:
             inside[scope[i]].append(i)
-        local = torch.stack([pairs[m[0]] if len(m) == 1 else _fold(pairs[m]) if m else nothing for m in inside])
+        local = torch.stack([pairs[m[0]] if len(m) == 1 else _fold(_rows(pairs, m)) if m else nothing for m in inside])
         total = _fold(torch.stack([total, over_shards(local, groups, _fold)]))
     return total
 
@@ -153,7 +159,9 @@ _REACH = {torch.float32: 126, torch.float64: 1000}
 
 def _rescaled_on_device(m: Tensor, q: Tensor, u: Number, d: Number, dtype: torch.dtype) -> Rescaled:
     """`_rescaled` in 0-dim float64 tensors: nothing waits for the norm, and autograd can follow it."""
-    u, d = (torch.as_tensor(t, dtype=torch.float64, device=m.device).reshape(()) for t in (u, d))
+    u, d = (
+        t.reshape(()).to(m) if isinstance(t, Tensor) else torch.full_like(m, t) for t in (u, d)
+    )  # a number becomes a fill on the device, not a copy to it
     limits, reach = torch.finfo(dtype), _REACH[dtype]
     empty = q == 0
     root = torch.where(empty, 1.0, q).sqrt()

@@ -310,7 +310,8 @@ def _refuses_chunked(p: Tensor, g: Tensor, step: Step) -> str:
 
 
 def _number(value: Number) -> float:
-    return float(value) if not isinstance(value, Tensor) or value.numel() == 1 else 0.0
+    """A number's value; of a tensor with dimensions, or on a device, nobody asks."""
+    return float(value) if not isinstance(value, Tensor) or (value.numel() == 1 and value.is_cpu) else 0.0
 
 
 def _run_chunked(batches: Sequence[Batch]) -> None:
@@ -395,8 +396,6 @@ def _foreach(params: list[Tensor], grads: list[Tensor], step: Step) -> None:
     dtype = arithmetic(params[0].dtype)
     gs = [g if g.dtype == dtype else g.to(dtype) for g in grads]
     wide = [p if p.dtype == dtype else p.to(dtype) for p in params]
-    if step.maximize:
-        gs = list(torch._foreach_neg(gs))
     if isinstance(step.clip, Coordinates):
         clipped = torch._foreach_abs(gs)
         torch._foreach_clamp_min_(clipped, _scalar(step.clip.d, len(gs)))
@@ -404,9 +403,13 @@ def _foreach(params: list[Tensor], grads: list[Tensor], step: Step) -> None:
         # the signs a quarter of the list at a time: a second copy of all gradients would be alive otherwise
         some = -(-len(gs) // 4)
         for i in range(0, len(gs), some):
-            torch._foreach_mul_(clipped[i : i + some], torch._foreach_sign(gs[i : i + some]))
+            signs = torch._foreach_sign(gs[i : i + some])
+            if step.maximize:
+                torch._foreach_neg_(signs)
+                torch._foreach_add_(signs, 0.0)  # -0 becomes +0
+            torch._foreach_mul_(clipped[i : i + some], signs)
     else:
-        clipped = torch._foreach_mul(gs, step.clip.scale)
+        clipped = torch._foreach_mul(gs, -step.clip.scale if step.maximize else step.clip.scale)
         torch._foreach_div_(clipped, step.clip.norm)
         torch._foreach_mul_(clipped, step.clip.target)
         torch._foreach_add_(clipped, 0.0)

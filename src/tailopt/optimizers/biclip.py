@@ -161,7 +161,8 @@ def _dead_zones(group: Group, params: Sequence[Tensor], top: Tensor | None) -> l
         if zone.is_cpu and not isinstance(u, Tensor):
             result.append((chosen, min(zone.item(), u)))
         else:
-            result.append((chosen, torch.minimum(zone, torch.as_tensor(u, dtype=zone.dtype, device=zone.device))))
+            limit = u.to(zone) if isinstance(u, Tensor) else torch.full_like(zone, u)
+            result.append((chosen, torch.minimum(zone, limit)))
     return result
 
 
