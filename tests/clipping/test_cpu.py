@@ -113,7 +113,7 @@ def test_there_is_one_openmp_runtime_and_one_pool() -> None:
 @needs_kernel
 @needs_proc
 def test_a_step_needs_no_memory() -> None:
-    """25 million parameters, 100 MB: the peak of the process grows by less than 8 MB (arenas, stacks) over several steps.
+    """25 million parameters, 100 MB: the peak of the process grows by less than 8 MB (arenas, stacks) over steps.
 
     The peak is the system's own count of pages resident at the same time. That it would see a temporary tensor is
     tested too: foreach=True makes one of the size of the largest parameter, 64 MB.

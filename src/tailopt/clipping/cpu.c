@@ -322,7 +322,7 @@ __attribute__((target("avx2,fma"), always_inline)) static inline void biclip_avx
         const int64_t end = at + block < full ? at + block : full;
         for (int64_t i = at; i < end; i += 8) {
             if (i % (LINE / 4) == 0) {
-                _mm_prefetch((const char *)(g + i) + AHEAD, _MM_HINT_T0);
+                _mm_prefetch((const char *)(g + i) + AHEAD, _MM_HINT_NTA); /* read once: leave the caches to p */
                 _mm_prefetch((const char *)(p + i) + AHEAD, _MM_HINT_T0);
             }
             const __m256 x = _mm256_loadu_ps(g + i), a = _mm256_andnot_ps(sign, x);
