@@ -35,7 +35,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
+	set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script --write; done
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

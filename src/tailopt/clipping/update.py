@@ -264,8 +264,8 @@ def _run_c(batches: Sequence[Batch], roster: Roster | None = None, watch: Watch 
             row_of[dtype] = len(rows) // 9
             rows += _row(batch.step, dtype)
         which_row += [row_of[types[0]]] * len(types) if len(row_of) == 1 else [row_of[dtype] for dtype in types]
-    # The write goes past autograd: without this a tensor saved for backward would be used stale, and nobody told. Before
-    # the pass, which sweeps what was just looked at out of the caches.
+    # The write goes past autograd: without this a tensor saved for backward would be used stale, and nobody told.
+    # Before the pass, which sweeps what was just looked at out of the caches.
     torch.autograd.graph.increment_version(params)
     kernel.run_at(
         "rescale" if batches and isinstance(batches[0].step.clip, Rescaled) else "biclip",
