@@ -169,7 +169,8 @@ class Roster:
     def __init__(self) -> None:
         self._where: list[int] = []
         self._sizes: list[int] = []
-        self._dtypes: list[torch.dtype] = []
+        self._types: set[torch.dtype] | list[torch.dtype] = []  # of all at once where they are alike
+        self._uniform = False
         self.addresses, self.sizes, self.codes = array("Q"), array("q"), array("i")
         self.arithmetics: list[torch.dtype] = []  # of every parameter
         self.distinct = True  # no parameter is there twice
@@ -180,11 +181,8 @@ class Roster:
             where, sizes = list(map(Tensor.data_ptr, params)), list(map(Tensor.numel, params))
             if (where != self._where or sizes != self._sizes) and not self._learn(params, where, sizes):
                 return False
-            return (
-                _are_flat(grads)
-                and list(map(_DTYPE, grads)) == self._dtypes
-                and list(map(Tensor.numel, grads)) == self._sizes
-            )
+            types = set(map(_DTYPE, grads)) if self._uniform else list(map(_DTYPE, grads))
+            return types == self._types and _are_flat(grads) and list(map(Tensor.numel, grads)) == self._sizes
         except RuntimeError:  # a sparse gradient has no strides to ask for
             return False
 
@@ -193,7 +191,8 @@ class Roster:
         dtypes = list(map(_DTYPE, params))
         if not (_are_flat(params) and set(dtypes) <= DTYPES.keys()):
             return False
-        self._where, self._sizes, self._dtypes = where, sizes, dtypes
+        self._where, self._sizes, self._uniform = where, sizes, len(set(dtypes)) == 1
+        self._types = set(dtypes) if self._uniform else dtypes
         self.addresses, self.sizes = array("Q", where), array("q", sizes)
         self.codes = array("i", [DTYPES[t] for t in dtypes])
         self.arithmetics = [arithmetic(t) for t in dtypes]

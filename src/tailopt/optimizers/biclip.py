@@ -16,7 +16,7 @@ from tailopt.clipping.operators import arithmetic
 from tailopt.clipping.reference import Coordinates, Number, Step
 from tailopt.clipping.shards import local_pair
 from tailopt.clipping.update import Batch, Roster, update
-from tailopt.optimizers.shell import Group, Shell, restore, way
+from tailopt.optimizers.shell import Group, Shell, by_way, restore
 
 
 class BiClip(Shell):
@@ -112,11 +112,7 @@ class BiClip(Shell):
         if self._statistics is not None:
             watch, slots = self._watch, len(self.names())
             watch.next_pass()
-        ways: dict[str, list[Batch]] = {}
-        for group, batch in batches:
-            if batch.params:
-                ways.setdefault(way(group, batch.params), []).append(batch)
-        for name, same in ways.items():
+        for name, same in by_way(batches).items():
             if name == "fused":
                 _fused_biclip(same, self._roster, watch, slots)
             elif name == "single":

@@ -15,7 +15,7 @@ from tailopt.clipping.operators import arithmetic
 from tailopt.clipping.reference import Number, Rescaled, Step
 from tailopt.clipping.shards import local_pair
 from tailopt.clipping.update import Batch, Roster, update
-from tailopt.optimizers.shell import Group, Shell, restore, way
+from tailopt.optimizers.shell import Group, Shell, by_way, restore
 
 SCOPES = ("global", "group", "tensor")
 IDENTITY = Rescaled(1.0, 1.0, 1.0)
@@ -106,11 +106,7 @@ class L2Clip(Shell):
             return loss
         batches, scopes = _batches(gathered)
         batches, kept = self._refuse_nonfinite(batches, lambda b, i: scopes[b])
-        ways: dict[str, list[Batch]] = {}
-        for group, batch in batches:
-            if batch.params:
-                ways.setdefault(way(group, batch.params), []).append(batch)
-        for name, same in ways.items():
+        for name, same in by_way(batches).items():
             if name == "fused":
                 _fused_l2clip(same, self._roster)
             elif name == "single":

@@ -286,8 +286,17 @@ def restore(kept: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
         p.copy_(torch.where(verdict, before, p))
 
 
-def way(group: Group, params: Sequence[Tensor]) -> str:
-    """Which of the module's functions a group goes through: "single", "foreach", "multi" or "fused"."""
+def by_way(batches: Iterable[tuple[Group, Batch]]) -> dict[str, list[Batch]]:
+    """Batches that are not empty, by the function of the optimizer's module that they go through."""
+    ways: dict[str, list[Batch]] = {}
+    for group, batch in batches:
+        if batch.params:
+            ways.setdefault(_way(group, batch.params), []).append(batch)
+    return ways
+
+
+def _way(group: Group, params: Sequence[Tensor]) -> str:
+    """One of "single", "foreach", "multi" and "fused"."""
     if group["differentiable"]:
         return "single"
     if group["fused"]:
