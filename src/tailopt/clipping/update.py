@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +37,7 @@ FOREACH_BYTES = 1 << 28  # of gradients whose intermediates are alive at the sam
 PIECE = 1 << 26  # elements of a tensor that are handled at once where a kernel makes intermediates
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Parameters that take the same step. `slots`: their positions in the optimizer, for statistics."""
 
     params: list[Tensor]
@@ -94,9 +94,10 @@ def update(
 
     roster: what an optimizer remembers of its parameters from step to step.
     """
-    if wanted is None and all(_numbers_only(batch.step) for batch in batches):
+    if wanted is None:
         roster = roster or Roster()
-        if roster.fits(*_joined(batches)):
+        numbers = roster.knows(batches) or all(_numbers_only(batch.step) for batch in batches)
+        if numbers and roster.fits(*_joined(batches)):
             if library() is not None:
                 _run_c(batches, roster, watch, slots)
                 return
@@ -160,45 +161,98 @@ def _joined(batches: Sequence[Batch]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 class Roster:
-    """What is known of the parameters that went to the C kernel last: asked again only when one of them moved.
+    """What is known of the tensors and steps that the C kernel took last: asked again only when one is different.
 
-    Parameters are taken for the same while their addresses and sizes are. Gradients are new tensors in every step, so
-    they are asked in every step, all of them at once: a question a tensor would cost more than the step.
+    Gradients are new tensors in every step, and a question a tensor would cost more than the step. So torch compares
+    all of them at once with those before: type, dtype, device, layout, shape, strides, and what is lazily negated.
     """
 
     def __init__(self) -> None:
-        self._where: list[int] = []
-        self._sizes: list[int] = []
-        self._types: set[torch.dtype] | list[torch.dtype] = []  # of all at once where they are alike
-        self._uniform = False
-        self.addresses, self.sizes, self.codes = array("Q"), array("q"), array("i")
+        self._are_alike: Callable[..., bool] | None = None
+        self._steps: list[Step] = []  # those of the rows, if no tensor that could change is among their numbers
+        self._lengths: list[int] = []  # how many parameters take each of them
+        self._rows, self._which = array("d"), array("i")
+        self.where, self.sizes, self.codes = array("Q"), array("q"), array("i")  # addresses, elements, types
         self.arithmetics: list[torch.dtype] = []  # of every parameter
         self.distinct = True  # no parameter is there twice
 
     def fits(self, params: list[Tensor], grads: list[Tensor]) -> bool:
         """Whether all of them can go to the C kernel."""
         try:
-            where, sizes = list(map(Tensor.data_ptr, params)), list(map(Tensor.numel, params))
-            if (where != self._where or sizes != self._sizes) and not self._learn(params, where, sizes):
-                return False
-            types = set(map(_DTYPE, grads)) if self._uniform else list(map(_DTYPE, grads))
-            return types == self._types and _are_flat(grads) and list(map(Tensor.numel, grads)) == self._sizes
-        except RuntimeError:  # a sparse gradient has no strides to ask for
+            alike = len(params) == len(self.codes) and self._are_alike is not None and self._are_alike(*params, *grads)
+            if not alike:
+                self._are_alike = None  # nothing is known until everything is
+                if not _go_together(params, grads):
+                    return False
+                self.learn(params)
+                self._are_alike = _comparison(params + grads)
+            self.locate(params)
+            return True
+        except RuntimeError:  # a tensor without memory of its own, as inside a transformation of functions
             return False
 
-    def _learn(self, params: list[Tensor], where: list[int], sizes: list[int]) -> bool:
-        self._where = []  # nothing is known until everything is
+    def learn(self, params: list[Tensor]) -> None:
+        """Sizes and types."""
         dtypes = list(map(_DTYPE, params))
-        if not (_are_flat(params) and set(dtypes) <= DTYPES.keys()):
-            return False
-        self._where, self._sizes, self._uniform = where, sizes, len(set(dtypes)) == 1
-        self._types = set(dtypes) if self._uniform else dtypes
-        self.addresses, self.sizes = array("Q", where), array("q", sizes)
-        self.codes = array("i", [DTYPES[t] for t in dtypes])
+        self.sizes, self.codes = sizes(params), array("i", [DTYPES[t] for t in dtypes])
         self.arithmetics = [arithmetic(t) for t in dtypes]
-        filled = [address for address in where if address]  # empty tensors have none
-        self.distinct = len(set(filled)) == len(filled)
+        self._steps, self._lengths = [], []
+
+    def locate(self, params: list[Tensor]) -> None:
+        """Addresses: they may change while everything else stays."""
+        where = addresses(params)
+        if where != self.where:
+            filled = [address for address in where if address]  # empty tensors have none
+            self.where, self.distinct = where, len(set(filled)) == len(filled)
+
+    def knows(self, batches: Sequence[Batch]) -> bool:
+        """Whether as many parameters take the very steps of last time."""
+        if len(batches) != len(self._steps):
+            return False
+        for batch, step, length in zip(batches, self._steps, self._lengths, strict=True):
+            if batch.step is not step or len(batch.params) != length:
+                return False
         return True
+
+    def rows(self, batches: Sequence[Batch]) -> tuple[array[float], array[int]]:
+        """The numbers of the steps as cpu.c takes them, and which row of them every tensor gets."""
+        if self.knows(batches):
+            return self._rows, self._which
+        rows, which_row = array("d"), array("i")
+        for batch in batches:
+            types = self.arithmetics[len(which_row) : len(which_row) + len(batch.params)]
+            row_of = {}
+            for dtype in set(types):
+                row_of[dtype] = len(rows) // 9
+                rows.extend(_row(batch.step, dtype))
+            which_row.extend([row_of[types[0]]] * len(types) if len(row_of) == 1 else [row_of[t] for t in types])
+        fixed = not any(isinstance(t, Tensor) for batch in batches for t in (batch.step.lr, *batch.step.clip))
+        self._steps = [batch.step for batch in batches] if fixed else []
+        self._lengths = [len(batch.params) for batch in batches] if fixed else []
+        self._rows, self._which = rows, which_row
+        return rows, which_row
+
+
+def _comparison(tensors: list[Tensor]) -> Callable[..., bool] | None:
+    """Whether as many tensors are like these, as the guards of torch.compile ask it; None where torch has no such."""
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    except (ImportError, TypeError):  # not a public part of torch: without it every step asks anew
+        return None
+    return guards.check
+
+
+def _go_together(params: list[Tensor], grads: list[Tensor]) -> bool:
+    """Whether the kernel can walk through parameters and gradients side by side."""
+    dtypes = list(map(_DTYPE, params))
+    return (
+        set(dtypes) <= DTYPES.keys()
+        and list(map(_DTYPE, grads)) == dtypes
+        and _are_flat(params + grads)
+        and sizes(params) == sizes(grads)
+    )
 
 
 def _are_flat(tensors: list[Tensor]) -> bool:
@@ -206,12 +260,13 @@ def _are_flat(tensors: list[Tensor]) -> bool:
     return (
         set(map(type, tensors)) <= _PLAIN
         and all(map(_ON_CPU, tensors))
+        and set(map(_LAYOUT, tensors)) <= {torch.strided}
         and all(map(Tensor.is_contiguous, tensors))
         and not any(map(Tensor.is_neg, tensors))
     )
 
 
-_DTYPE, _ON_CPU = attrgetter("dtype"), attrgetter("is_cpu")
+_DTYPE, _ON_CPU, _LAYOUT = attrgetter("dtype"), attrgetter("is_cpu"), attrgetter("layout")
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 
@@ -250,28 +305,18 @@ def _run_c(batches: Sequence[Batch], roster: Roster | None = None, watch: Watch 
     params, grads = _joined(batches)
     if roster is None:
         roster = Roster()
-        codes = array("i", [DTYPES[p.dtype] for p in params])
-        where, counts, wide = addresses(params), sizes(params), [arithmetic(p.dtype) for p in params]
-    else:
-        where, counts, codes, wide = roster.addresses, roster.sizes, roster.codes, roster.arithmetics
-    rows: list[float] = []
-    which_row: list[int] = []
-    for batch in batches:
-        types = wide[len(which_row) : len(which_row) + len(batch.params)]
-        row_of = {}
-        for dtype in set(types):
-            row_of[dtype] = len(rows) // 9
-            rows += _row(batch.step, dtype)
-        which_row += [row_of[types[0]]] * len(types) if len(row_of) == 1 else [row_of[dtype] for dtype in types]
+        roster.learn(params)
+        roster.locate(params)
+    rows, which_row = roster.rows(batches)
     # The write goes past autograd: without this a tensor saved for backward would be used stale, and nobody told.
     # Before the pass, which sweeps what was just looked at out of the caches.
     torch.autograd.graph.increment_version(params)
     kernel.run_at(
         "rescale" if batches and isinstance(batches[0].step.clip, Rescaled) else "biclip",
-        where,
+        roster.where,
         addresses(grads),
-        counts,
-        codes,
+        roster.sizes,
+        roster.codes,
         which_row,
         rows,
         watch.tallies(torch.device("cpu"), slots) if watch is not None else None,

@@ -125,23 +125,36 @@ class BiClip(Shell):
     def _batches(self, gathered: list[tuple[Group, list[Tensor], list[Tensor]]]) -> list[tuple[Group, Batch]]:
         slot = self._slots() if self._statistics is not None else {}
         top = None
-        if any(group["dead_zone"] == "auto" for group, _, _ in gathered):
-            owners = [p for _, params, _ in gathered for p in params]
-            grads = [g for _, _, grads in gathered for g in grads]
-            top = largest([local_pair(p, g)[1] for p, g in zip(owners, grads, strict=True)], owners)
         batches = []
         for group, params, grads in gathered:
-            for chosen, dead_zone in _dead_zones(group, params, top):
+            if top is None and group["dead_zone"] == "auto":
+                top = _top(gathered)
+            for chosen, how in self._steps(group, params, top):
                 ps = params if chosen is None else [params[i] for i in chosen]
                 gs = grads if chosen is None else [grads[i] for i in chosen]
-                how = Step(
-                    Coordinates(group["u"], group["d"], dead_zone),
-                    group["lr"],
-                    group["weight_decay"],
-                    group["maximize"],
-                )
                 batches.append((group, Batch(ps, gs, how, [slot[id(p)] for p in ps] if slot else ())))
         return batches
+
+    def _steps(self, group: Group, params: Sequence[Tensor], top: Tensor | None) -> list[tuple[list[int] | None, Step]]:
+        """The group's parameters by the step they take, each the same object until a setting changes."""
+        tracing = torch.compiler.is_compiling()
+        if not tracing and id(group) in self._made:
+            return self._made[id(group)]
+        u, d, lr, weight_decay, maximize = (group[key] for key in ("u", "d", "lr", "weight_decay", "maximize"))
+        steps = [
+            (chosen, Step(Coordinates(u, d, zone), lr, weight_decay, maximize))
+            for chosen, zone in _dead_zones(group, params, top)
+        ]
+        if not tracing and not isinstance(group["dead_zone"], str):
+            self._made[id(group)] = steps
+        return steps
+
+
+def _top(gathered: list[tuple[Group, list[Tensor], list[Tensor]]]) -> Tensor:
+    """max|g| over all parameters."""
+    owners = [p for _, params, _ in gathered for p in params]
+    grads = [g for _, _, grads in gathered for g in grads]
+    return largest([local_pair(p, g)[1] for p, g in zip(owners, grads, strict=True)], owners)
 
 
 def _dead_zones(group: Group, params: Sequence[Tensor], top: Tensor | None) -> list[tuple[list[int] | None, Number]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +19,7 @@ from tailopt.clipping.counts import Counts, Watch
 from tailopt.clipping.cpu import DTYPES
 from tailopt.clipping.norms import nonfinite
 from tailopt.clipping.operators import check_shape, check_thresholds, threshold_order
-from tailopt.clipping.reference import Number
+from tailopt.clipping.reference import Number, Step
 from tailopt.clipping.shards import is_dtensor, local_pair
 from tailopt.clipping.update import Batch, Roster
 
@@ -57,7 +56,8 @@ class Shell(Optimizer):
         self._watch = Watch(self._statistics or "counts")
         self._roster = Roster()
         self._settings = operator.itemgetter(*(key for key in self.defaults if key != "params"))
-        self._checked: dict[int, tuple[Any, ...]] = {}
+        self._checked: dict[int, tuple[Any, ...]] = {}  # settings of groups, by id
+        self._made: dict[int, list[tuple[list[int] | None, Step]]] = {}  # what was made of them
         self._violations: dict[torch.device, Tensor] = {}
         if self.defaults["fused"]:
             # Only where the constructor was asked for fused=True: with the flag a scaler leaves the unscaling to us.
@@ -145,12 +145,10 @@ class Shell(Optimizer):
     # ---- a step ----
 
     def _init_group(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> bool:
-        add_param, add_grad = params.append, grads.append
-        for p in group["params"]:
-            grad = p.grad
-            if grad is not None:
-                add_param(p)
-                add_grad(grad)
+        everyone = group["params"]
+        found = [g for p in everyone if (g := p.grad) is not None]
+        params += everyone if len(found) == len(everyone) else [p for p in everyone if p.grad is not None]
+        grads += found
         return False
 
     def _gather(self) -> list[tuple[Group, list[Tensor], list[Tensor]]]:
@@ -159,8 +157,11 @@ class Shell(Optimizer):
         if not tracing:
             for group in self.param_groups:
                 if not self._is_checked(group):
+                    self._made.pop(id(group), None)
                     self.check(group, group["params"], at_step=True)
-                    self._checked[id(group)] = self._settings(group)
+                    settings = self._settings(group)
+                    changeable = any(isinstance(value, Tensor) for value in settings)
+                    self._checked[id(group)] = () if changeable else settings
             self._accelerator_graph_capture_health_check()
         gathered = []
         for group in self.param_groups:
@@ -175,10 +176,9 @@ class Shell(Optimizer):
         return gathered
 
     def _is_checked(self, group: Group) -> bool:
-        """Whether every setting is the very object that was checked before; tensors may have changed all the same."""
+        """Whether every setting is the very object that was checked before, and none a tensor, which may change."""
         now, before = self._settings(group), self._checked.get(id(group), ())
-        same = len(now) == len(before) and all(map(operator.is_, now, before))
-        return same and not any(isinstance(value, Tensor) for value in now)
+        return len(now) == len(before) and all(map(operator.is_, now, before))
 
     def _unscale(self, gathered: Iterable[tuple[Group, list[Tensor], list[Tensor]]]) -> bool:
         """GradScaler's fused protocol: unscale the gradients in place; False where this step is to be left out."""
@@ -201,7 +201,7 @@ class Shell(Optimizer):
         and what it was is returned as (parameter, copy, verdict), for `restore`.
         """
         policies = [group["nonfinite"] for group, _ in batches]
-        if all(policy == "propagate" for policy in policies):
+        if policies.count("propagate") == len(policies):
             return batches, []
         everywhere = [(b, i) for b, (_, batch) in enumerate(batches) for i in range(len(batch.params))]
         concerned = {scope(b, i) for b, i in everywhere if policies[b] != "propagate"}
@@ -245,7 +245,7 @@ class Shell(Optimizer):
             stay = [i for i in range(len(batch.params)) if (b, i) not in dropped]
             slots_left = [batch.slots[i] for i in stay] if batch.slots else ()
             params, grads_left = [batch.params[i] for i in stay], [batch.grads[i] for i in stay]
-            result.append((group, replace(batch, params=params, grads=grads_left, slots=slots_left)))
+            result.append((group, Batch(params, grads_left, batch.step, slots_left)))
         return result, kept
 
     # ---- statistics ----
