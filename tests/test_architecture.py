@@ -21,9 +21,9 @@ def rooms():
 
 
 def room_of(path):
-    """The room a file stands in; None for the root's own __init__."""
+    """The room a file stands in; None for the root's own files, which stand after all rooms."""
     first = path.relative_to(PACKAGE).parts[0]
-    return None if first == "__init__.py" else first.removesuffix(".py")
+    return None if first in ("__init__.py", "__main__.py") else first.removesuffix(".py")
 
 
 def imports(tree, package):

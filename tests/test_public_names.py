@@ -11,15 +11,23 @@ import tailopt
 
 ROOT = Path(__file__).parents[1]
 NAMES = [
+    "Algorithm",
     "BiClip",
+    "Clipped",
     "Counts",
     "L2Clip",
+    "Result",
+    "Theory",
+    "algorithm",
     "biclip",
     "biclip_l2",
     "count",
     "l2clip",
     "load_named_state_dict",
     "named_state_dict",
+    "paper_settings",
+    "simulate",
+    "theory",
 ]
 
 

@@ -39,7 +39,7 @@ def rescalings(
     pairs = _over_scopes(grads, owners, scope, scopes, traced)
     if pairs.device.type == "cpu" and not traced:
         numbers = pairs.tolist()
-        return [_rescaled(numbers[k][0], numbers[k][1], float(u), float(d), dtype) for k, u, d, dtype in wanted]
+        return [rescaled(numbers[k][0], numbers[k][1], float(u), float(d), dtype) for k, u, d, dtype in wanted]
     return [_rescaled_on_device(pairs[k, 0], pairs[k, 1], u, d, dtype) for k, u, d, dtype in wanted]
 
 
@@ -128,7 +128,7 @@ def _fold(pairs: Tensor) -> Tensor:
     return torch.stack([top, (q * (m / top).square()).sum(0)], dim=-1)
 
 
-def _rescaled(m: float, q: float, u: float, d: float, dtype: torch.dtype) -> Rescaled:
+def rescaled(m: float, q: float, u: float, d: float, dtype: torch.dtype) -> Rescaled:
     """The norm n = m * sqrt(q) against its thresholds, in numbers.
 
     A norm outside the range of the arithmetic is brought back by a power of two, so that neither it nor the quotient
@@ -158,7 +158,7 @@ _REACH = {torch.float32: 126, torch.float64: 1000}
 
 
 def _rescaled_on_device(m: Tensor, q: Tensor, u: Number, d: Number, dtype: torch.dtype) -> Rescaled:
-    """`_rescaled` in 0-dim float64 tensors: nothing waits for the norm, and autograd can follow it."""
+    """`rescaled` in 0-dim float64 tensors: nothing waits for the norm, and autograd can follow it."""
     u, d = (
         t.reshape(()).to(m) if isinstance(t, Tensor) else torch.full_like(m, t) for t in (u, d)
     )  # a number becomes a fill on the device, not a copy to it

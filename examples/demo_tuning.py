@@ -1,0 +1,64 @@
+"""Find the settings that examples/demo.py runs: every algorithm gets as many random settings on the same two seeds.
+
+    python examples/demo_tuning.py        # writes examples/demo_settings.json; some minutes
+
+The demo reports on other seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from tailopt.studies.convex import HEAVY, Plan, settings, tune
+from tailopt.studies.progress import counted
+from tailopt.sweeps.search import best
+from tailopt.sweeps.stacked import Batches
+
+ALGORITHMS = (
+    "avg-sgd",
+    "adam-sgd",
+    "avg-l2clip",
+    "avg-adam",
+    "avg-biclip",
+    "adam-biclip",
+    "rmsprop-biclip",
+    "bi2clip",
+)
+PLAN = Plan(algorithms=ALGORITHMS, horizons=(240,))
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rounds = PLAN.horizons[0]
+    steps = rounds * PLAN.local_steps
+    data = Batches.of(PLAN.task("syntoken", HEAVY), PLAN.tuning, PLAN.nodes, steps, PLAN.batch_size)
+    found = {}
+    with counted(True) as advance:
+        for number, name in enumerate(ALGORITHMS, 1):
+            trial = best(tune(PLAN, name, data), f"error@{rounds}")
+            error = math.exp(trial.values[f"error@{rounds}"])
+            found[name] = {
+                "settings": {key: float(f"{value:.4g}") for key, value in settings(trial.point).items()},
+                "trial": trial.number,
+                "error on the tuning seeds": float(f"{error:.4g}"),
+            }
+            advance(number, len(ALGORITHMS), f"{name}: {error:.3f}")
+    record = {
+        "command": "python examples/demo_tuning.py",
+        "task": f"SynToken, {HEAVY}",
+        "rounds": rounds,
+        "budget": PLAN.budget,
+        "tuning seeds": list(PLAN.tuning),
+        "algorithms": found,
+    }
+    (HERE / "demo_settings.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {HERE / 'demo_settings.json'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""How displacements arise, and the one loop over rounds that serves every way."""

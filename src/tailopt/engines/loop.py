@@ -1,0 +1,206 @@
+"""T rounds, once for every engine: records, resume, evaluation and progress are here and nowhere else.
+
+An engine says only how the displacements of a round arise. Nothing of the state changes while they do, so whatever
+ends a run in the middle of a round (an error, Ctrl-C, a kill) leaves the end of the round before it, and going on from
+there gives the bits of a run that was never stopped.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tailopt.engines.progress import Progress
+from tailopt.engines.sequential import moved
+from tailopt.records import checkpoints
+from tailopt.records.folder import Run
+from tailopt.rounds.participants import Participants, Sampling
+from tailopt.rounds.round import Contribution, EveryoneExcluded, Report, Synchronised, collect, finish
+from tailopt.rounds.settings import Settings
+from tailopt.rules.rule import State
+
+Evaluate = Callable[[torch.nn.Module], Mapping[str, Any]]
+
+
+class Engine(Protocol):
+    """How displacements arise, and what nodes keep between rounds."""
+
+    taken: list[int]
+    kept: dict[int, list[State]]
+    probe: dict[str, Any]
+
+    def contributions(self, state: Synchronised, who: Participants) -> Iterator[Contribution]:
+        """What every participant does in the next round, in ascending order."""
+
+    def commit(self, report: Report) -> None:
+        """Take over what nodes keep after a round."""
+
+    def evaluate(self, state: Synchronised, function: Evaluate) -> dict[str, Any]:
+        """The user's metrics of the synchronised model."""
+
+    def summary(self, report: Report, names: Sequence[str]) -> dict[str, Any]:
+        """The statistics of a round, for the history."""
+
+    def check_repeatable(self) -> None:
+        """Refuse data that do not give the same batches again."""
+
+
+@dataclass
+class Loop:
+    """What a run does between and around its rounds."""
+
+    engine: Engine
+    sampling: Sampling
+    settings: Settings
+    rounds: int
+    projection: float | None = None
+    guard: bool = True
+    evaluate: Evaluate | None = None
+    evaluate_every: int = 1
+    statistics: bool = False
+    run: Run | None = None
+    checkpoint_every: int = 1
+    keep: int = 3
+    loggers: Sequence[Callable[[dict[str, Any]], None]] = ()
+    progress: bool = True
+    title: str = "rounds"
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    def go(self, state: Synchronised) -> None:
+        """Run until `rounds` are done, or until something stops it."""
+        saved = state.round if self.history or state.round else -1
+        try:
+            if saved < 0:
+                saved = self._save(state)
+            with Progress(self.title, state.round, self.rounds, self.progress) as line:
+                while state.round < self.rounds:
+                    began = time.perf_counter()
+                    row = self._one_round(state, began)
+                    last = state.round == self.rounds
+                    if self.run is not None and (last or state.round % self.checkpoint_every == 0):
+                        saved = self._save(state)
+                    line.show(row)
+                    for logger in self.loggers:
+                        logger(row)
+        except BaseException as error:
+            # in the middle of finishing a round the state is ahead of the history; then the last checkpoint stands
+            settled = state.round == (self.history[-1]["round"] if self.history else 0) and not self._finishing
+            if self.run is not None:
+                if settled and state.round > saved and not isinstance(error, checkpoints.DamagedCheckpoint):
+                    saved = self._save(state)
+                where = " ".join(getattr(error, "__notes__", ()))
+                self.run.log(f"stopped after round {saved}: {type(error).__name__}: {error} {where}".rstrip())
+            if isinstance(error, EveryoneExcluded):
+                where = f" The last good checkpoint is that of round {saved} in {self.run.path}." if self.run else ""
+                raise EveryoneExcluded(f"{error}{where} Lower the learning rate, or look at the data.") from None
+            raise
+
+    _finishing: bool = False
+
+    def _one_round(self, state: Synchronised, began: float) -> dict[str, Any]:
+        t = state.round + 1
+        who = self.sampling.draw(t)
+        numbers = self.settings.outer(t)
+        found = collect(state, self.engine.contributions(state, who), who, self.guard)
+        local = time.perf_counter()
+        self._finishing = True
+        with torch.no_grad():
+            finish(state, found, self.settings.outer_rule, numbers, self.projection)
+        self.engine.commit(found.report)
+        row = self._row(state, who, found.report)
+        done = time.perf_counter()
+        if self.run is not None:
+            self.run.append(row, {"local": local - began, "round_seconds": done - began})
+        self.history.append(row)
+        self._finishing = False
+        for excluded in found.report.excluded:
+            self._say(f"Round {t} goes on without {excluded}.")
+        return row
+
+    def _row(self, state: Synchronised, who: Participants, report: Report) -> dict[str, Any]:
+        t, last = state.round, state.round == self.rounds
+        metrics: dict[str, Any] = {}
+        if self.evaluate is not None and (last or t % self.evaluate_every == 0):
+            metrics = self.engine.evaluate(state, self.evaluate)
+        times_drawn = {i: who.drawn.count(i) for i in who.shares}
+        return {
+            "round": t,
+            "loss": report.loss(),
+            "participants": who.drawn,
+            "weights": [report.used.get(i, 0.0) / times_drawn[i] for i in who.drawn],
+            "excluded": [e.as_dict() for e in report.excluded],
+            "metrics": metrics,
+            "statistics": self.engine.summary(report, state.names) if self.statistics else {},
+        }
+
+    def _say(self, text: str) -> None:
+        warnings.warn(text, UserWarning, stacklevel=5)
+        if self.run is not None:
+            self.run.log(text)
+
+    def _save(self, state: Synchronised) -> int:
+        if self.run is None:
+            return state.round
+        self.run.sync()
+        save(self.run.path, state, self.engine)
+        checkpoints.prune(self.run.path, self.keep)
+        return state.round
+
+
+def save(folder: Path, state: Synchronised, engine: Engine) -> Path:
+    """Write everything that a run needs to go on."""
+    tensors, packed = checkpoints.pack(
+        {
+            "weights": dict(zip(state.names, state.weights, strict=True)),
+            "buffers": state.buffers,
+            "outer": dict(zip(state.names, state.outer, strict=True)),
+            "average": None if state.average is None else dict(zip(state.names, state.average, strict=True)),
+        },
+        "global",
+    )
+    nodes: dict[int, dict[str, Tensor]] = {}
+    plain: dict[str, Any] = {}
+    for node, states in engine.kept.items():
+        nodes[node], plain[str(node)] = checkpoints.pack(states, "inner")
+    meta = {"global": packed, "inner": plain, "taken": engine.taken, "probe": engine.probe}
+    return checkpoints.save(folder, state.round, tensors, nodes, meta)
+
+
+def restore(snapshot: checkpoints.Snapshot, state: Synchronised, engine: Engine) -> None:
+    """Put a checkpoint into a fresh state and engine; refuses one of another model."""
+    found = checkpoints.unpack(snapshot.tensors, snapshot.meta["global"])
+    if list(found["weights"]) != state.names:
+        other = sorted(set(found["weights"]) ^ set(state.names)) or ["the same names in another order"]
+        raise ValueError(f"The checkpoint is of another model: {', '.join(other[:5])} stand in one of them only.")
+    if found["buffers"].keys() != state.buffers.keys():
+        other = sorted(found["buffers"].keys() ^ state.buffers.keys())
+        raise ValueError(
+            f"The checkpoint is of another model: the buffers {', '.join(other[:5])} are in one of them only."
+        )
+    for name, now in [*zip(state.names, state.weights, strict=True), *state.buffers.items()]:
+        then = found["weights"][name] if name in found["weights"] else found["buffers"][name]
+        if then.shape != now.shape or then.dtype != now.dtype:
+            raise ValueError(
+                f"The checkpoint is of another model: {name} is {then.dtype} of shape {tuple(then.shape)} there, "
+                f"{now.dtype} of shape {tuple(now.shape)} here."
+            )
+    if (found["average"] is None) != (state.average is None):
+        raise ValueError("The checkpoint was written with another setting of `average`; resume with the same.")
+    device = state.weights[0].device if state.weights else torch.device("cpu")
+    state.weights = [found["weights"][name].to(device) for name in state.names]
+    state.buffers = {name: buffer.to(state.buffers[name].device) for name, buffer in found["buffers"].items()}
+    state.outer = [moved(found["outer"][name], device) for name in state.names]
+    if found["average"] is not None:
+        state.average = [found["average"][name].to(device) for name in state.names]
+    state.round = snapshot.round
+    engine.taken = list(snapshot.meta["taken"])
+    engine.probe = dict(snapshot.meta["probe"])
+    inner = snapshot.meta["inner"]
+    engine.kept = {int(n): checkpoints.unpack(snapshot.nodes[int(n)], packed) for n, packed in inner.items()}

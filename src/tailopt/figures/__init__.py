@@ -1,0 +1,1 @@
+"""How results look: the same colour for the same algorithm in every figure."""

@@ -1,0 +1,275 @@
+"""Clipped: BiClip in front of any torch optimizer, which then steps on the clipped gradient.
+
+    g' = sign(g) * min(max(|g|, d), u)        by coordinate
+    p <- optimizer's step with g' in place of g
+
+Nothing is kept twice: groups, state and defaults are the wrapped optimizer's own, and `u`, `d` and `dead_zone` are
+three more settings in its groups. Gradients are exchanged for their clipped copies during the step and put back.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _use_grad_for_differentiable
+
+from tailopt.clipping.operators import biclip, check_shape, check_thresholds
+from tailopt.clipping.reference import Coordinates, Number, Step
+from tailopt.clipping.shards import summed
+from tailopt.clipping.update import Batch, update
+from tailopt.optimizers.shell import Group
+
+SETTINGS = ("u", "d", "dead_zone")
+
+
+class Clipped(Optimizer):
+    """Clip every coordinate of the gradient to a magnitude between d and u, then let another optimizer step.
+
+        g' = sign(g) * min(max(|g|, d), u);    p <- optimizer's step with g' in place of g
+
+    The result has the bits of the wrapped optimizer on gradients replaced by `tailopt.biclip(g, u, d, dead_zone)`;
+    d = 0, u = inf is the wrapped optimizer itself. Only the gradient is clipped: a weight decay of any kind is added
+    by the wrapped optimizer afterwards. An infinity counts as u, NaN stays NaN.
+
+    Afterwards `p.grad` is the same object with the same values as before. The clipped copies live during the step
+    only, and take as much memory as the gradients; state is that of the wrapped optimizer.
+
+    `param_groups`, `state` and `defaults` are the wrapped optimizer's own objects. The thresholds are settings of its
+    groups, so they can be scheduled, are saved by `state_dict()`, and may differ by group: a group that has a "u" of
+    its own keeps it. A checkpoint of the bare optimizer loads too, and leaves the thresholds as they are.
+
+    Under a `GradScaler` the scaler unscales before anything is clipped, also where the wrapped optimizer was built
+    with `fused=True` and would unscale by itself. A closure is called once, before the clipping.
+
+    Args:
+        optimizer: any optimizer whose step needs no closure: not LBFGS, which evaluates its closure, and so the
+            gradient, many times a step. Nor one with settings called u, d or dead_zone, such as BiClip.
+        u: upper threshold, d <= u <= inf: a number, or a tensor that broadcasts against the parameters of its group.
+        d: lower threshold, 0 <= d <= u, likewise.
+        dead_zone: magnitudes at or below it become 0, 0 <= dead_zone <= u, likewise.
+
+    Examples:
+        >>> w = torch.nn.Parameter(torch.tensor([1.0, 1.0]))
+        >>> opt = Clipped(torch.optim.SGD([w], lr=0.1), u=1.0, d=0.5)
+        >>> (w * torch.tensor([100.0, 0.001])).sum().backward()
+        >>> opt.step()
+        >>> w.data, w.grad
+        (tensor([0.9000, 0.9500]), tensor([1.0000e+02, 1.0000e-03]))
+    """
+
+    optimizer: Optimizer
+
+    def __init__(self, optimizer: Optimizer, u: Number, d: Number, dead_zone: Number = 0.0) -> None:
+        _check_optimizer(optimizer)
+        defaults = _checked({"u": u, "d": d, "dead_zone": dead_zone})
+        settings = [_checked({**defaults, **group}, group["params"]) for group in optimizer.param_groups]
+        # Nothing was touched until here: a refused optimizer stays as it was.
+        optimizer.defaults.update(defaults)
+        for group, its in zip(optimizer.param_groups, settings, strict=True):
+            group.update(its)
+        self.__setstate__({"optimizer": optimizer})
+
+    # ---- what belongs to the wrapped optimizer ----
+
+    @property
+    def param_groups(self) -> list[Group]:
+        """The wrapped optimizer's groups."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[Group]) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The wrapped optimizer's state."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        self.optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's defaults, with u, d and dead_zone."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.optimizer.defaults = value
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the wrapped optimizer does it."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group to the wrapped optimizer; thresholds that the group does not name are the constructor's."""
+        self.optimizer.add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            group.update(_checked({**self.defaults, **group}, group["params"]))
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def __repr__(self) -> str:
+        return f"Clipped({self.optimizer!r})"
+
+    # ---- a step ----
+
+    @_use_grad_for_differentiable
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; returns what the closure returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        params, grads = self._gather()
+        try:
+            for p, clipped in zip(params, self._clip(), strict=True):
+                p.grad = clipped
+            self.optimizer.step()
+        finally:
+            for p, g in zip(params, grads, strict=True):
+                if p.grad is not None:  # None: a hook of the wrapped optimizer has already cleared it
+                    p.grad = g
+        return loss
+
+    def _gather(self) -> tuple[list[Tensor], list[Tensor]]:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return params, [p.grad for p in params if p.grad is not None]
+
+    def _clip(self) -> list[Tensor]:
+        """The clipped gradient of every parameter that has one, in order; every group is checked first."""
+        for group in self.param_groups:
+            # A group lacks them where the wrapped optimizer itself was given a checkpoint without.
+            group.update(_checked({**self.defaults, **group}, group["params"], at_step=True))
+        clipped: list[Tensor] = []
+        batches = []
+        for group in self.param_groups:
+            clip = Coordinates(*(_scalar(group[name]) for name in SETTINGS))
+            batch = Batch([], [], Step(clip, lr=-1.0))
+            for g in (p.grad for p in group["params"] if p.grad is not None):
+                if _takes_kernel(g):
+                    g = summed(g)
+                    batch.params.append(torch.full_like(g, complex(-0.0, -0.0) if g.is_complex() else -0.0))
+                    batch.grads.append(g)
+                    clipped.append(batch.params[-1])
+                else:
+                    clipped.append(biclip(g, *clip))
+            if batch.params:
+                batches.append(batch)
+        # -0 - (-1) * clip(g), without a rounding and with the sign of a zero (+0 would lose it): the kernels of BiClip
+        # make one pass over all gradients where `biclip` makes many.
+        if batches:
+            update(batches)
+        return clipped
+
+    # ---- saving ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, whose groups hold u, d and dead_zone."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state_dict = self.optimizer.state_dict()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the wrapped optimizer; what is refused leaves it as it was."""
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        saved = state_dict["param_groups"]
+        if len(saved) == len(self.param_groups):  # else the wrapped optimizer refuses it
+            pairs = zip(self.param_groups, saved, strict=True)
+            state_dict = {**state_dict, "param_groups": [{**new, **_loaded(group, new)} for group, new in pairs]}
+        self.optimizer.load_state_dict(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "optimizer" in state:  # new, copied or unpickled
+            super().__setstate__(state)
+        else:
+            self.optimizer.__setstate__(state)
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse what cannot be wrapped, by name."""
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"Invalid optimizer: got {optimizer!r}; need an instance of torch.optim.Optimizer. "
+            "Build it first: Clipped(torch.optim.Adam(model.parameters()), u=1.0, d=0.1)."
+        )
+    name = type(optimizer).__name__
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"Invalid optimizer: got {name}, whose step needs a closure; need one that steps on gradients it is given. "
+            "What a closure computes inside its step would reach it unclipped."
+        )
+    taken = [setting for setting in SETTINGS if setting in optimizer.defaults]
+    if taken:
+        raise ValueError(
+            f"Invalid optimizer: got {name}, which already has {', '.join(taken)} among its settings; need one without "
+            "them. It clips by itself or is wrapped already: set the thresholds in its param_groups."
+        )
+
+
+def _checked(settings: Mapping[str, Any], params: Sequence[Tensor] = (), at_step: bool = False) -> dict[str, Number]:
+    """u, d and dead_zone as a checkpoint can hold them, or a ValueError.
+
+    At a step nothing waits for a device: thresholds there are checked by an assertion on the device.
+    """
+    values = {name: _number(name, settings[name]) for name in SETTINGS}
+    check_thresholds(*(t.cpu() if isinstance(t, Tensor) and not at_step else t for t in values.values()))
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.numel() > 1:
+            for p in params:
+                check_shape(name, value, p)
+    return values
+
+
+def _number(name: str, value: Any) -> Number:
+    """A tensor as it is, a number of any library as a float: torch.load(weights_only=True) refuses numpy's."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise ValueError(f"Invalid {name}: got {value!r}; need a number or a tensor.")
+    return float(value)
+
+
+def _scalar(value: Number) -> Number:
+    """One element is one threshold, whatever its number of dimensions."""
+    return value.reshape(()) if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _takes_kernel(g: Tensor) -> bool:
+    """Whether the kernels of BiClip take a gradient: those that are sparse, differentiated or traced need `biclip`."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return g.layout == torch.strided and (g.is_floating_point() or g.is_complex())
+
+
+def _loaded(group: Group, saved: Mapping[str, Any]) -> dict[str, Number]:
+    """The thresholds of a saved group, the live one's where it has none, on the device of the live ones."""
+
+    def moved(name: str) -> Any:
+        live, value = group[name], saved.get(name, group[name])
+        anchor = live if isinstance(live, Tensor) else next(iter(group["params"]), None)
+        return value.to(anchor.device) if isinstance(value, Tensor) and anchor is not None else value
+
+    return _checked({name: moved(name) for name in SETTINGS}, group["params"])

@@ -1,0 +1,351 @@
+"""Checkpoints: tensors and plain values that come back to the bit, or are refused by name.
+
+    checkpoints/round-000012/            the state after 12 rounds
+    checkpoints/round-000012-step-0003/  12 rounds and 3 local steps of the next; sorts after round-000012
+        global-00000-of-00001.safetensors    what all nodes share; several shards where several write
+        node-0003.safetensors                what node 3 keeps to itself
+        manifest.json                        written last
+
+The manifest's first line is the digest of its other bytes, in every format. Those say the format, the round, `meta`,
+and of each tensor type, shape and pieces: the file, the range of flat elements in it, and their sha256. A folder is
+written under a hidden name and renamed when all of it is on the disk. `round-000012.old` is one that was being replaced
+when a kill came; it counts as long as it is there. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tailopt.records import disk
+from tailopt.records.history import decode, encode, known
+from tailopt.records.packing import pack, unpack
+from tailopt.records.shards import (
+    DamagedCheckpoint,
+    Piece,
+    damaged,
+    digest,
+    dtype_name,
+    dtype_named,
+    header,
+    in_file_order,
+    plain,
+    read_file,
+    split,
+    write_file,
+)
+
+__all__ = [
+    "FORMAT",
+    "DamagedCheckpoint",
+    "Snapshot",
+    "digest",
+    "latest",
+    "load",
+    "load_latest",
+    "pack",
+    "prune",
+    "save",
+    "unpack",
+]
+
+FORMAT = 1
+FOLDER, MANIFEST = "checkpoints", "manifest.json"
+
+_NAME = re.compile(r"round-(\d{6,})(?:-step-(\d{4,}))?(\.old)?")
+
+_Owner = int | None  # a node's number; None for what all of them share
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds. Tensors are on the CPU, contiguous, and share nothing with each other."""
+
+    round: int
+    step: int | None
+    tensors: dict[str, Tensor]
+    nodes: dict[int, dict[str, Tensor]]
+    meta: dict[str, Any]
+
+
+def save(
+    run_folder: str | os.PathLike[str],
+    round: int,
+    tensors: Mapping[str, Tensor],
+    nodes: Mapping[int, Mapping[str, Tensor]] | None = None,
+    meta: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    *,
+    shards: int = 1,
+) -> Path:
+    """Write a checkpoint, wholly or not at all, and return its folder.
+
+    One of the same round and step is replaced, and there is no moment without a good one. Tensors that share memory
+    are written one by one. One process writes at a time.
+
+    Args:
+        run_folder: the run's folder.
+        round: completed rounds, 0 or more.
+        tensors: what all nodes share, by name: plain tensors of any type and device.
+        nodes: what each node keeps to itself, by its number.
+        meta: plain values, as in a history; see `pack` for tuples, tensors and other keys.
+        step: local steps done in the next round, 1 or more; None at the end of a round.
+        shards: over how many files each shared tensor is spread.
+
+    Examples:
+        >>> import tempfile
+        >>> run = tempfile.mkdtemp()
+        >>> path = save(run, 12, {"w": torch.tensor([1.0, 2.0])}, {3: {"steps": torch.tensor(60)}}, {"seed": 0})
+        >>> path.name, sorted(p.name for p in path.iterdir())
+        ('round-000012', ['global-00000-of-00001.safetensors', 'manifest.json', 'node-0003.safetensors'])
+        >>> load(path).nodes
+        {3: {'steps': tensor(60)}}
+    """
+    name = _folder_name(round, step)
+    if type(shards) is not int or shards < 1:
+        raise ValueError(f"Invalid shards: got {shards!r}; need an int of 1 or more. Leave it out for one file.")
+    if strange := [node for node in nodes or {} if type(node) is not int or node < 0]:
+        raise ValueError(f"Invalid node: got {strange[0]!r}; need an int of 0 or more. Number the nodes from 0.")
+    shared = plain(tensors, "tensors")
+    own = {node: plain((nodes or {})[node], f"nodes[{node}]") for node in sorted(nodes or {})}
+    plain_meta = encode(dict(meta or {}), "meta")
+
+    parent = Path(run_folder) / FOLDER
+    if not parent.is_dir():
+        parent.mkdir(parents=True)
+        disk.sync(parent.parent)
+    fresh = disk.hidden(parent / name)
+    fresh.mkdir()
+    try:
+        sources = {_global_file(i, shards): (shared, split(shared, i, shards)) for i in range(shards)}
+        sources |= {_node_file(node): (its, split(its, 0, 1)) for node, its in own.items()}
+        written = {file: write_file(fresh / file, *source) for file, source in sources.items()}
+        globals_ = {file: pieces for file, pieces in written.items() if file.startswith("global")}
+        body = {
+            "format": FORMAT,
+            "round": round,
+            "step": step,
+            "shards": shards,
+            "tensors": _entries(shared, globals_),
+            "nodes": {str(node): _entries(its, {(f := _node_file(node)): written[f]}) for node, its in own.items()},
+            "meta": plain_meta,
+        }
+        for file in written:  # after all are written, so that the disk may order them as it likes
+            disk.sync(fresh / file)
+        (fresh / MANIFEST).write_bytes(_manifest(body))
+        disk.sync(fresh / MANIFEST)
+        disk.sync(fresh)
+        _put_in_place(fresh, parent / name)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+    return parent / name
+
+
+def load(path: str | os.PathLike[str]) -> Snapshot:
+    """Read a checkpoint and check all of it.
+
+    Raises:
+        DamagedCheckpoint: a file or a tensor is not what was written; the message says which.
+        ValueError: it was written in a newer format.
+        FileNotFoundError: there is no such folder.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        near = [p.name for p in _in_order(folder.parent)]
+        raise FileNotFoundError(
+            f"There is no checkpoint {folder}; beside it there are: {known(near)}. Pass one of these."
+        )
+    body = _read_manifest(folder)
+    try:
+        tensors, files = _plan(body)
+        snapshot = Snapshot(int(body["round"]), body["step"], tensors.pop(None), {}, decode(body["meta"]))
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise damaged(folder / MANIFEST, f"does not fit format {FORMAT} ({error!r})") from error
+    snapshot.nodes.update((node, its) for node, its in tensors.items() if node is not None)
+    _check_files(folder, files)
+    for file, (node, pieces) in files.items():
+        read_file(folder / file, snapshot.tensors if node is None else snapshot.nodes[node], pieces)
+    return snapshot
+
+
+def latest(run_folder: str | os.PathLike[str]) -> Path | None:
+    """The newest checkpoint of a run, sound or not; None where there is none."""
+    return next(reversed(_in_order(Path(run_folder) / FOLDER)), None)
+
+
+def load_latest(run_folder: str | os.PathLike[str]) -> Snapshot | None:
+    """The newest checkpoint that is sound; None where there is none at all.
+
+    Damaged newer ones are passed over with a warning. Where all of them are damaged that is an error: to begin again is
+    for the user to decide.
+    """
+    paths = _in_order(Path(run_folder) / FOLDER)
+    for path in reversed(paths):
+        try:
+            return load(path)
+        except DamagedCheckpoint as error:
+            warnings.warn(f"Checkpoint {path} is passed over. {error}", UserWarning, stacklevel=2)
+    if paths:
+        raise DamagedCheckpoint(
+            f"None of the checkpoints in {Path(run_folder) / FOLDER} is sound: {known(p.name for p in paths)}. Bring "
+            "one back from a copy, or remove the folder to begin again."
+        )
+    return None
+
+
+def prune(run_folder: str | os.PathLike[str], keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and what killed writes left behind."""
+    if type(keep) is not int or keep < 1:
+        raise ValueError(f"Invalid keep: got {keep!r}; need an int of 1 or more. Keep at least the newest.")
+    parent = Path(run_folder) / FOLDER
+    paths = _in_order(parent)
+    for path in paths:
+        if path.suffix == ".old" and path.with_suffix("") in paths:
+            disk.remove(path)  # it was replaced; the kill came before its removal
+    for path in _in_order(parent)[:-keep]:
+        disk.remove(path)
+    for leftover in parent.glob(".round-*"):
+        shutil.rmtree(leftover)
+
+
+def rewind(run_folder: str | os.PathLike[str], round: int) -> None:
+    """Remove the checkpoints after `round`: damaged ones that were passed over must not outlive the good ones."""
+    for path in _in_order(Path(run_folder) / FOLDER):
+        match = _NAME.fullmatch(path.name)
+        if match and (int(match[1]), int(match[2] or 0)) > (round, 0):
+            disk.remove(path)
+
+
+# Names and places
+
+
+def _folder_name(round: int, step: int | None) -> str:
+    if type(round) is not int or round < 0:
+        raise ValueError(
+            f"Invalid round: got {round!r}; need an int of 0 or more. Pass the number of completed rounds."
+        )
+    if step is None:
+        return f"round-{round:06d}"
+    if type(step) is not int or step < 1:
+        raise ValueError(f"Invalid step: got {step!r}; need an int of 1 or more. Leave it out at the end of a round.")
+    return f"round-{round:06d}-step-{step:04d}"
+
+
+def _global_file(index: int, shards: int) -> str:
+    return f"global-{index:05d}-of-{shards:05d}.safetensors"
+
+
+def _node_file(node: int) -> str:
+    return f"node-{node:04d}.safetensors"
+
+
+def _in_order(parent: Path) -> list[Path]:
+    """Checkpoints, oldest first; of two of one moment the one that was being replaced."""
+    found = []
+    for path in parent.iterdir() if parent.is_dir() else ():
+        if (match := _NAME.fullmatch(path.name)) and path.is_dir():
+            round, step, old = match.groups()
+            found.append(((int(round), int(step or 0), old is None), path))
+    return [path for _, path in sorted(found)]
+
+
+def _put_in_place(fresh: Path, path: Path) -> None:
+    """Rename a finished folder to its name. The one there is renamed, to a name that counts, until that is done."""
+    old = path.with_name(path.name + ".old")
+    if path.exists():
+        if old.exists():
+            disk.remove(old)
+        os.replace(path, old)
+    os.replace(fresh, path)
+    disk.sync(path.parent)
+    if old.exists():
+        disk.remove(old)
+
+
+def _check_files(folder: Path, files: Mapping[str, tuple[_Owner, list[Piece]]]) -> None:
+    """Every file there, of its size, and no other; before memory is filled."""
+    if extra := {p.name for p in folder.glob("*.safetensors")} - files.keys():
+        raise damaged(folder, f"has files that the manifest does not list: {known(extra)}")
+    for file, (_, pieces) in files.items():
+        size = len(header(pieces)) + sum(piece.bytes.stop - piece.bytes.start for piece in pieces)
+        if not (folder / file).is_file():
+            raise damaged(folder / file, f"is missing; it held {known(piece.name for piece in pieces)}")
+        if (found := (folder / file).stat().st_size) != size:
+            raise damaged(folder / file, f"has {found} bytes, and was written with {size}")
+
+
+# The manifest
+
+
+def _entries(tensors: Mapping[str, Tensor], files: Mapping[str, list[Piece]]) -> dict[str, Any]:
+    """What the manifest says of tensors, in the order in which they were given."""
+    entries: dict[str, Any] = {
+        name: {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "pieces": []}
+        for name, tensor in tensors.items()
+    }
+    for file, pieces in files.items():
+        for p in pieces:
+            entries[p.name]["pieces"].append({"file": file, "start": p.start, "stop": p.stop, "sha256": p.sha256})
+    return entries
+
+
+def _manifest(body: Mapping[str, Any]) -> bytes:
+    """The manifest's bytes: JSON, whose first line is the digest of the rest."""
+    lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in body.items())
+    rest = (",\n".join(lines) + "}\n").encode()
+    return _first_line(rest) + rest
+
+
+def _first_line(rest: bytes) -> bytes:
+    return f'{{"sha256": "{hashlib.sha256(rest).hexdigest()}",\n'.encode()
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise damaged(path, "is missing")
+    first, newline, rest = path.read_bytes().partition(b"\n")
+    if first + newline != _first_line(rest):
+        raise damaged(path, "does not fit the digest in its first line")
+    body = json.loads(first + newline + rest)
+    if body["format"] > FORMAT:
+        raise ValueError(
+            f"Checkpoint {folder} has format {body['format']}, this tailopt reads formats up to {FORMAT}. "
+            "Upgrade tailopt-torch."
+        )
+    return dict(body)
+
+
+def _plan(body: Mapping[str, Any]) -> tuple[dict[_Owner, dict[str, Tensor]], dict[str, tuple[_Owner, list[Piece]]]]:
+    """Memory for all tensors by owner, and what stands in each file, in its order."""
+    owners: dict[_Owner, Mapping[str, Any]] = {None: body["tensors"]}
+    owners |= {int(node): entries for node, entries in body["nodes"].items()}
+    files: dict[str, tuple[_Owner, list[Piece]]]
+    files = {_global_file(i, body["shards"]): (None, []) for i in range(body["shards"])}
+    files |= {_node_file(node): (node, []) for node in owners if node is not None}
+    tensors: dict[_Owner, dict[str, Tensor]] = {owner: {} for owner in owners}
+    for owner, entries in owners.items():
+        for name, entry in entries.items():
+            dtype, shape = dtype_named(entry["dtype"]), tuple(entry["shape"])
+            tensors[owner][name] = torch.empty(shape, dtype=dtype)
+            end = 0
+            for part in sorted(entry["pieces"], key=lambda part: int(part["start"])):
+                if part["start"] != end or files[part["file"]][0] != owner:
+                    raise ValueError(f"tensor {name!r} has the piece {part} where element {end} should follow")
+                end = part["stop"]
+                files[part["file"]][1].append(Piece(name, dtype, shape, part["start"], end, part["sha256"]))
+            if end != tensors[owner][name].numel():
+                raise ValueError(f"tensor {name!r} has the shape {shape}, and its pieces end at {end}")
+    return tensors, {file: (owner, in_file_order(pieces)) for file, (owner, pieces) in files.items()}

@@ -1,0 +1,1 @@
+"""The arithmetic between two synchronised weights; knows no model, no data and no process."""

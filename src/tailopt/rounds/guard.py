@@ -1,0 +1,171 @@
+"""Which displacements count: an honest node cannot move farther than its optimizer allows.
+
+The bound comes from the agreed settings, never from what was received. With z steps that each move a coordinate by at
+most s, and decoupled weight decay k = lr * weight_decay, a coordinate x moves by at most b, where b starts at 0 and
+
+    b <- |1 - k| b + s + k |x|        that is, b = a + c |x| with two numbers a and c
+
+A displacement is excluded when an element is not finite, or is beyond b plus a slack of 0.1 % and z + 2 units in the
+last place of max(|x|, b), in the parameter's own type. Where the optimizer bounds a norm, the same holds for norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tailopt.rounds.blocks import norm
+from tailopt.rules.rule import Numbers, Rule, of, product
+
+SLACK = 1e-3
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far a node can have moved: a + c |x|, for every coordinate or in norm. None bounds nothing."""
+
+    kind: str | None
+    a: Any = 0.0  # a number or a tensor, or a list with one for each parameter
+    c: Any = 0.0
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Why a node's displacement does not count in a round."""
+
+    node: int
+    tensor: str
+    value: float
+    bound: float | None
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it stands in the history."""
+        return dict(vars(self))
+
+    def __str__(self) -> str:
+        limit = "" if self.bound is None else f", at most {self.bound:.3g} is possible"
+        return f"node {self.node}: {self.reason} in {self.tensor} ({self.value:.3g}{limit})"
+
+
+def bound(rule: Rule, steps: Iterable[Numbers]) -> Bound:
+    """What a rule can do with these numbers, one mapping for each local step."""
+    a: Any = 0.0
+    c: Any = 0.0
+    kind, count = None, 0
+    for h in steps:
+        reach = rule.reach(h)
+        if reach is None:
+            return Bound(None)
+        kind, count = reach.kind, count + 1
+        decay = product(h["lr"], h["weight_decay"]) if h.get("weight_decay") else 0.0
+        a = _affine(decay, a, reach.length)
+        c = _affine(decay, c, decay)
+    return Bound(kind, a, c, count)
+
+
+def _affine(decay: Any, before: Any, more: Any) -> Any:
+    """|1 - decay| * before + more, where each may be a list with one for each parameter."""
+    lists = [value for value in (decay, before, more) if isinstance(value, list)]
+    if lists:
+        return [_affine(of(decay, i), of(before, i), of(more, i)) for i in range(len(lists[0]))]
+    return abs(1 - decay) * before + more
+
+
+def judge(
+    node: int,
+    delta: Sequence[Tensor],
+    start: Sequence[Tensor],
+    names: Sequence[str],
+    limit: Bound,
+    buffers: Mapping[str, Tensor],
+    before: Mapping[str, Tensor] | None = None,
+) -> Exclusion | None:
+    """None, or why the displacement of a node from `start` does not count.
+
+    start: in the parameters' own types; before: the buffers that it started from. One that was not finite then and has
+    not changed, such as an attention mask with -inf, is a constant of the model.
+    """
+    tops = _tops(delta)
+    for name, d, top in zip(names, delta, tops, strict=True):
+        if not top < float("inf"):
+            return Exclusion(node, name, _first_nonfinite(d), None, "not finite")
+    for name, buffer in buffers.items():
+        values = torch.view_as_real(buffer.resolve_conj()) if buffer.is_complex() else buffer
+        if bool(torch.isfinite(values).all()) or (before is not None and torch.equal(buffer, before[name])):
+            continue
+        return Exclusion(node, name, _first_nonfinite(values), None, "not finite")
+    if limit.kind == "coordinate":
+        return _beyond_coordinates(node, delta, start, names, limit, tops)
+    if limit.kind == "norm":
+        return _beyond_norm(node, delta, start, "all tensors", limit)
+    if limit.kind == "tensor norm":
+        for i, name in enumerate(names):
+            own = Bound(limit.kind, of(limit.a, i), of(limit.c, i), limit.steps)
+            found = _beyond_norm(node, [delta[i]], [start[i]], name, own)
+            if found:
+                return found
+    return None
+
+
+def _tops(tensors: Sequence[Tensor]) -> list[float]:
+    """The largest magnitude of each tensor; NaN where there is one."""
+    filled = [t for t in tensors if t.numel()]
+    if not filled:
+        return [0.0] * len(tensors)
+    found = iter(torch.stack(torch._foreach_norm(filled, float("inf"))).tolist())
+    return [next(found) if t.numel() else 0.0 for t in tensors]
+
+
+def _first_nonfinite(x: Tensor) -> float:
+    return float(x[~torch.isfinite(x)].reshape(-1)[0])
+
+
+def _beyond_coordinates(
+    node: int, delta: Sequence[Tensor], start: Sequence[Tensor], names: Sequence[str], limit: Bound, tops: list[float]
+) -> Exclusion | None:
+    for i, (d, x, name, top) in enumerate(zip(delta, start, names, tops, strict=True)):
+        a, c = of(limit.a, i), of(limit.c, i)
+        if not isinstance(a, Tensor) and top <= a:  # the usual case; a is the least that b can be
+            continue
+        b = a + c * x.to(d.dtype).abs()
+        allowed = b * (1 + SLACK) + (limit.steps + 2) * _ulp(torch.maximum(x.to(d.dtype).abs(), _full(b, d)), x.dtype)
+        beyond = d.abs() > allowed
+        if bool(beyond.any()):
+            at = torch.where(beyond, d.abs() - allowed, float("-inf")).reshape(-1).argmax()
+            value, most = float(d.reshape(-1)[at]), float(allowed.expand_as(d).reshape(-1)[at])
+            return Exclusion(node, name, value, most, "beyond what its optimizer can move")
+    return None
+
+
+def _beyond_norm(
+    node: int, delta: Sequence[Tensor], start: Sequence[Tensor], name: str, limit: Bound
+) -> Exclusion | None:
+    moved = norm(delta)
+    b = _largest(limit.a) + (_largest(limit.c) * norm(start) if _largest(limit.c) else 0.0)
+    if moved <= b:
+        return None
+    ulps = norm(_ulp(x.to(d.dtype).abs().clamp(min=b), x.dtype) for d, x in zip(delta, start, strict=True))
+    allowed = b * (1 + SLACK) + (limit.steps + 2) * ulps
+    return Exclusion(node, name, moved, allowed, "beyond what its optimizer can move") if moved > allowed else None
+
+
+def _largest(value: Any) -> float:
+    """Of a list with a threshold for each parameter, the largest bounds the norm over all of them."""
+    return max(map(float, value)) if isinstance(value, list) else float(value)
+
+
+def _full(b: Any, like: Tensor) -> Tensor:
+    return b if isinstance(b, Tensor) else torch.full_like(like, b)
+
+
+def _ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance of a magnitude to the next larger number of a type."""
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(x)[1] - 1  # x = m * 2^exponent, 1 <= m < 2
+    return torch.ldexp(torch.full_like(x, info.eps), exponent).clamp(min=info.smallest_normal * info.eps)

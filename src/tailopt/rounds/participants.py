@@ -1,0 +1,116 @@
+"""Who takes part in a round, and with what weight.
+
+    uniform        k distinct nodes, each with its own weight
+    proportional   k draws with replacement, by weight; a node drawn twice is one term with weight 2
+
+Drawn from a generator that is a function of (seed, round) alone. The second preserves the objective for any weights;
+the first does where they are equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tailopt.seeds import generator
+
+SAMPLINGS = ("uniform", "proportional")
+Chooser = Callable[[int, torch.Generator], Iterable[int]]
+
+
+@dataclass(frozen=True)
+class Participants:
+    """drawn: as in the history, ascending, a node drawn twice standing there twice; shares: node -> its weight."""
+
+    drawn: list[int]
+    shares: dict[int, float]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the participants of a round are drawn.
+
+    Args:
+        weights: one for each node, not negative, not all zero.
+        count: how many take part, or a function (round, generator) -> node numbers.
+        kind: "uniform" or "proportional".
+    """
+
+    weights: tuple[float, ...]
+    count: int | Chooser
+    kind: str
+    seed: int
+
+    def draw(self, t: int) -> Participants:
+        """Who takes part in round t, and with what share; shares add up to 1."""
+        n, source = len(self.weights), generator(self.seed, "participants", t)
+        if callable(self.count):
+            drawn = _checked(self.count(t, source), n, t)
+        elif self.kind == "proportional":
+            shares = torch.tensor(self.weights, dtype=torch.float64)
+            drawn = torch.multinomial(shares, self.count, replacement=True, generator=source).tolist()
+            drawn.sort()
+        elif self.count == n:
+            drawn = list(range(n))
+        else:
+            drawn = sorted(torch.randperm(n, generator=source)[: self.count].tolist())
+        own = [1.0 if self.kind == "proportional" else self.weights[i] for i in drawn]
+        total = math.fsum(own)
+        if total <= 0:
+            raise ValueError(f"Invalid weights: those that take part in round {t}, {drawn}, all have weight 0.")
+        shares_of: dict[int, float] = {}
+        for i in sorted(set(drawn)):
+            shares_of[i] = own[drawn.index(i)] * drawn.count(i) / total
+        return Participants(drawn, shares_of)
+
+
+def how_many(nodes: int, participation: float | Chooser, participants: int | None) -> int | Chooser:
+    """The number that takes part, from a fraction or a count, or the function that chooses."""
+    if callable(participation):
+        if participants is not None:
+            raise ValueError("Give participation as a function, or participants as a count, not both.")
+        return participation
+    if isinstance(participation, bool) or not isinstance(participation, float):
+        raise ValueError(
+            f"Invalid participation: {participation!r}; need a fraction in (0, 1], such as participation=0.5, "
+            f"or a count: participants={participation!r}."
+        )
+    if not 0 < participation <= 1:
+        raise ValueError(f"Invalid participation: {participation}; need a fraction in (0, 1].")
+    if participants is None:
+        return max(1, round(participation * nodes))
+    if participation != 1.0:
+        raise ValueError(f"Give participation={participation} or participants={participants}, not both.")
+    if isinstance(participants, bool) or not isinstance(participants, int) or not 1 <= participants <= nodes:
+        raise ValueError(
+            f"Invalid participants: {participants!r}; need a count from 1 to {nodes}, the nodes there are."
+        )
+    return participants
+
+
+def checked_weights(weights: Sequence[float], nodes: int) -> tuple[float, ...]:
+    """Weights that can be used, as floats."""
+    values = tuple(float(w) for w in weights)
+    if len(values) != nodes:
+        raise ValueError(f"Invalid weights: {len(values)} of them for {nodes} nodes; need one for each.")
+    for i, w in enumerate(values):
+        if not 0 <= w < math.inf:
+            raise ValueError(f"Invalid weights: {w} for node {i}; need 0 <= weight < inf.")
+    if not any(values):
+        raise ValueError("Invalid weights: all of them are 0; need one above 0.")
+    return values
+
+
+def _checked(chosen: Iterable[int], nodes: int, t: int) -> list[int]:
+    drawn = [int(i) for i in chosen]
+    wrong = [i for i in drawn if not 0 <= i < nodes]
+    if wrong or not drawn or len(set(drawn)) < len(drawn):
+        what = f"node {wrong[0]}" if wrong else "a node twice" if drawn else "nobody"
+        raise ValueError(
+            f"Invalid participation: the function named {what} for round {t}: {drawn}; "
+            f"need distinct numbers from 0 to {nodes - 1}, at least one."
+        )
+    return sorted(drawn)

@@ -1,0 +1,195 @@
+"""One round, as a function of explicit state:
+
+    1. who takes part                       participants.py
+    2. each from x, z local steps           an engine's business; what arrives is a Contribution
+    3. the guard                            guard.py
+    4. delta = sum of share * displacement  in ascending node order
+    5. the outer step: x from x and delta   the outer rule, on -delta
+    6. projection onto a ball, if asked for
+    7. the iterate average, if asked for
+
+Contributions are streamed through one accumulator: a round needs the memory of one node however many there are.
+The order of additions, and their roundings, are the same for every engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tailopt.rounds.blocks import norm
+from tailopt.rounds.guard import Bound, Exclusion, judge
+from tailopt.rounds.participants import Participants
+from tailopt.rules.rule import Numbers, Rule, State
+
+
+@dataclass
+class Synchronised:
+    """What is common to all nodes after a round.
+
+    weights are kept in the arithmetic's type (fp32 for bf16 and fp16), buffers in their own.
+    """
+
+    names: list[str]
+    weights: list[Tensor]
+    buffers: dict[str, Tensor]
+    outer: list[State]
+    average: list[Tensor] | None = None
+    round: int = 0
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one node did in a round. delta: in the arithmetic's type; inner: its optimizer's state, where it is kept."""
+
+    node: int
+    start: Sequence[Tensor]
+    delta: Sequence[Tensor]
+    buffers: Mapping[str, Tensor]
+    loss: float
+    limit: Bound
+    steps: int = 0
+    inner: list[State] | None = None
+    statistics: Any = None
+
+
+@dataclass
+class Report:
+    """What happened in a round; losses, steps, inner states and statistics of the nodes that counted."""
+
+    excluded: list[Exclusion] = field(default_factory=list)
+    used: dict[int, float] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    inner: dict[int, list[State]] = field(default_factory=dict)
+    statistics: list[Any] = field(default_factory=list)
+
+    def loss(self) -> float:
+        """The mean over the nodes that counted, with their weights."""
+        return sum(self.used[i] * loss for i, loss in self.losses.items())
+
+
+class EveryoneExcluded(RuntimeError):
+    """No displacement of a round could be used."""
+
+
+@dataclass
+class Collected:
+    """The mean displacement and mean buffers of a round, with what happened on the way."""
+
+    delta: list[Tensor]
+    buffers: dict[str, Tensor]
+    report: Report
+
+
+def collect(
+    state: Synchronised, contributions: Iterable[Contribution], who: Participants, guard: bool = True
+) -> Collected:
+    """Steps 2 to 4: judge what arrives and add it up. `state` is read, never changed."""
+    report = Report()
+    mean, buffers = _Sum(), _Buffers()
+    counted: dict[int, float] = {}
+    for c in contributions:
+        report.steps[c.node] = c.steps  # a node's samplers move on, also where it does not count
+        found = judge(c.node, c.delta, c.start, state.names, c.limit, c.buffers, state.buffers) if guard else None
+        if found is not None:
+            report.excluded.append(found)
+            continue
+        share = counted[c.node] = who.shares[c.node]
+        mean.add(c.delta, share)
+        buffers.add(c.buffers, share)
+        report.losses[c.node] = c.loss
+        if c.inner is not None:
+            report.inner[c.node] = c.inner
+        if c.statistics is not None:
+            report.statistics.append(c.statistics)
+    if not any(counted.values()):
+        reasons = "; ".join(map(str, report.excluded)) or "nobody with a weight above 0 took part"
+        raise EveryoneExcluded(f"Round {state.round + 1}: no displacement can be used: {reasons}.")
+    whole = 1.0 if not report.excluded else math.fsum(counted.values())
+    report.used = {i: share / whole for i, share in counted.items()}
+    return Collected(mean.result(whole), buffers.result(whole, state.buffers), report)
+
+
+def finish(
+    state: Synchronised, found: Collected, outer: Rule, numbers: Numbers, projection: float | None = None
+) -> None:
+    """Steps 5 to 7: `state` moves on to the next synchronised weights. The collected mean is used up."""
+    state.buffers = found.buffers
+    outer_step(state, found.delta, outer, numbers)
+    if projection is not None:
+        project(state.weights, projection)
+    state.round += 1
+    if state.average is not None:
+        # x~ = sum of r x_r over sum of r: the share of the last one is r / (1 + ... + r)
+        torch._foreach_lerp_(state.average, state.weights, 2.0 / (state.round + 1))
+
+
+def outer_step(state: Synchronised, delta: list[Tensor], outer: Rule, numbers: Numbers) -> None:
+    """x from x and the mean displacement: the outer rule on the negated displacement, which is used up."""
+    more = {}
+    if outer.name in ("biclip-l2", "l2clip"):
+        by_tensor = numbers.get("scope") == "tensor"
+        more["norm"] = [norm([d]) for d in delta] if by_tensor else norm(delta)
+    torch._foreach_neg_(delta)
+    outer.step(state.weights, delta, state.outer, {**numbers, **more})
+
+
+def project(weights: Sequence[Tensor], radius: float) -> None:
+    """x <- x * min(1, radius / |x|), one norm over all tensors."""
+    length = norm(weights)
+    if length > radius:
+        torch._foreach_mul_(list(weights), radius / length)
+
+
+class _Sum:
+    """acc = share * delta of the first, then acc + (share * delta) with two roundings."""
+
+    def __init__(self) -> None:
+        self._acc: list[Tensor] = []
+
+    def add(self, delta: Sequence[Tensor], share: float) -> None:
+        # not add(alpha=share), which is a fused multiply-add on some processors
+        scaled = torch._foreach_mul(list(delta), share)
+        if self._acc:
+            torch._foreach_add_(self._acc, scaled)
+        else:
+            self._acc = list(scaled)
+
+    def result(self, whole: float) -> list[Tensor]:
+        """The sum; divided by the weight that counted, where somebody did not."""
+        if whole != 1.0:
+            for acc in self._acc:  # by a tensor: some devices divide by a number through its reciprocal
+                acc.div_(torch.tensor(whole, dtype=torch.float64).to(acc))
+        return self._acc
+
+
+class _Buffers:
+    """Floating buffers are averaged like displacements, integer ones take the maximum."""
+
+    def __init__(self) -> None:
+        self._means: dict[str, _Sum] = {}
+        self._others: dict[str, Tensor] = {}
+
+    def add(self, buffers: Mapping[str, Tensor], share: float) -> None:
+        for name, buffer in buffers.items():
+            if buffer.is_floating_point() or buffer.is_complex():
+                real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+                wide = real.to(torch.float64 if real.dtype == torch.float64 else torch.float32)
+                self._means.setdefault(name, _Sum()).add([wide], share)
+            elif name in self._others:
+                self._others[name] = torch.maximum(self._others[name], buffer)
+            else:
+                self._others[name] = buffer.clone()
+
+    def result(self, whole: float, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = dict(self._others)
+        for name, mean in self._means.items():
+            (value,) = mean.result(whole)
+            found[name] = (torch.view_as_complex(value) if like[name].is_complex() else value).to(like[name].dtype)
+        return {name: found[name] for name in like}

@@ -1,0 +1,1 @@
+"""One file an update rule: its settings, its state, its step, and how far one step can move."""

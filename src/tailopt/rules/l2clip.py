@@ -1,0 +1,94 @@
+"""Descent along the rescaled gradient: its Euclidean norm brought into [d, u].
+
+    biclip-l2   x <- fma(-lr, biclip_l2(g; u, d), x * (1 - lr * weight_decay))
+    l2clip      the same with d = 0
+
+No state. The norm is taken over the scope: all parameters ("global") or each ("tensor"). A caller that has the norm
+already, from fixed blocks or over shards, gives it as `norm`: a float, or one for each parameter. One step moves the
+scope by at most lr * u in norm, decay aside.
+
+With `leading` dimensions, each of their entries is a node of its own and has its own norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tailopt.clipping.norms import rescaled, rescalings
+from tailopt.clipping.operators import arithmetic
+from tailopt.clipping.reference import Rescaled, Step
+from tailopt.clipping.update import Batch, update
+from tailopt.rules.rule import Numbers, Reach, Rule, State, of, product
+
+SCOPES = ("global", "tensor")
+
+
+def _biclip_l2(params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State], h: Numbers) -> None:
+    if h.get("leading", 0):
+        _stacked(params, grads, h)
+        return
+    n = len(params)
+    by_tensor = h.get("scope", "global") == "tensor"
+    u, d, decay = h["u"], h.get("d", 0.0), h.get("weight_decay", 0.0)
+    types = [arithmetic(p.dtype) for p in params]
+    if "norm" in h:
+        clips = [_of_norm(of(h["norm"], i), of(u, i), of(d, i), dtype) for i, dtype in enumerate(types)]
+    else:
+        scopes = list(range(n)) if by_tensor else [0] * n
+        wanted = [(scopes[i], of(u, i), of(d, i), dtype) for i, dtype in enumerate(types)]
+        clips = rescalings(list(grads), list(params), scopes, max(scopes, default=0) + 1, wanted)
+    batches: list[Batch] = []
+    for i, (p, g, clip) in enumerate(zip(params, grads, clips, strict=True)):
+        how = Step(clip, of(h["lr"], i), decay)
+        if not batches or not _same(batches[-1].step, how):
+            batches.append(Batch([], [], how))
+        batches[-1].params.append(p)
+        batches[-1].grads.append(g)
+    update(batches)
+
+
+def _of_norm(norm: float, u: float, d: float, dtype: torch.dtype) -> Rescaled:
+    """The rescaling of a vector whose norm is known; one that is not finite makes everything NaN."""
+    return rescaled(norm, norm * 0 + 1 if norm else 0.0, u, d, dtype)
+
+
+def _same(a: Step, b: Step) -> bool:
+    """Whether two steps have the same numbers; tensors are asked for identity alone."""
+    pairs = zip((*a.clip, a.lr), (*b.clip, b.lr), strict=True)
+    return all(x is y or (isinstance(x, float) and isinstance(y, float) and x == y) for x, y in pairs)
+
+
+def _stacked(params: Sequence[Tensor], grads: Sequence[Tensor], h: Numbers) -> None:
+    """The same for tensors whose leading dimensions count nodes, in torch operations."""
+    k, decay = h["leading"], h.get("weight_decay", 0.0)
+    squares = [g.double().square().reshape(*g.shape[:k], -1).sum(-1) for g in grads]
+    if h.get("scope", "global") == "global":
+        squares = [torch.stack(squares).sum(0)] * len(squares)
+    for i, (p, g, square) in enumerate(zip(params, grads, squares, strict=True)):
+        n = square.sqrt().reshape(square.shape + (1,) * (g.dim() - k))
+        u, d = (torch.as_tensor(of(value, i), dtype=n.dtype) for value in (h["u"], h.get("d", 0.0)))
+        low, high = n <= d, n >= u
+        clipped = (low | high) & (n > 0)
+        target = torch.where(n == 0, 0.0, torch.where(low, d, torch.where(high, u, 1.0)))
+        n = torch.where(clipped | ~n.isfinite(), torch.where(n.isfinite(), n, torch.nan), 1.0)
+        c = Rescaled(1.0, n.to(arithmetic(p.dtype)), target.to(arithmetic(p.dtype)))(g)
+        lr = of(h["lr"], i)
+        if decay:
+            p.mul_(1 - lr * decay)
+        if isinstance(lr, Tensor):
+            p.sub_(c * lr)
+        else:
+            p.add_(c, alpha=-lr)
+
+
+def _reach(h: Numbers) -> Reach:
+    kind = "norm" if h.get("scope", "global") == "global" else "tensor norm"
+    return Reach(kind, product(h["lr"], h["u"]))  # type: ignore[arg-type]
+
+
+_OPTIONS = {"weight_decay": 0.0, "scope": "global"}
+L2CLIP = Rule("l2clip", ("lr", "u"), _biclip_l2, _reach, _OPTIONS)
+BICLIP_L2 = Rule("biclip-l2", ("lr", "u", "d"), _biclip_l2, _reach, _OPTIONS)

@@ -1,0 +1,35 @@
+"""RMSProp: v <- beta2 * v + (1 - beta2) * g^2,  x <- x - lr * g / (sqrt(v) + eps), v starting at 0.
+
+torch.optim.RMSprop's operations in its order, with alpha = beta2. |g| <= sqrt(v / (1 - beta2)), so one step moves a
+coordinate by at most lr / sqrt(1 - beta2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tailopt.rules.adagrad import divide
+from tailopt.rules.rule import Numbers, Reach, Rule, State, of, product
+
+
+def _rmsprop(params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State], h: Numbers) -> None:
+    beta2 = h["betas"][1]
+    for i, (p, g, state) in enumerate(zip(params, grads, states, strict=True)):
+        if not state:
+            state["square_avg"] = torch.zeros_like(p)
+        v = state["square_avg"].mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        divide(p, g, v.sqrt(), of(h["lr"], i), h["eps"])
+
+
+RMSPROP = Rule(
+    "rmsprop",
+    ("lr", "eps"),
+    _rmsprop,
+    lambda h: Reach("coordinate", product(h["lr"], 1 / math.sqrt(1 - h["betas"][1]))),
+    {"betas": (0.9, 0.99)},
+    ("square_avg",),
+)

@@ -1,0 +1,80 @@
+"""Any optimizer class of torch.optim, or made like one, as a rule.
+
+The class is built over the given tensors for every step and gets the state of the last one back: what it keeps for a
+parameter and what it changes in its group. Nothing bounds how far it moves.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tailopt.rules.rule import Numbers, Rule, State
+
+REFUSED = {"LBFGS": "it needs a closure", "SparseAdam": "it takes sparse gradients alone"}
+GROUP = "param_group"  # where the first parameter's state keeps what the class changed in its group
+
+
+def torch_rule(kind: type[Optimizer]) -> Rule:
+    """The rule of an optimizer class; its keyword arguments are the options.
+
+    Examples:
+        >>> x, states = torch.ones(2), [{}]
+        >>> torch_rule(torch.optim.SGD).step([x], [torch.ones(2)], states, {"lr": 0.5})
+        >>> x
+        tensor([0.5000, 0.5000])
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise TypeError(f"Invalid optimizer: {kind!r}; need a name or a class of torch.optim.")
+    if kind.__name__ in REFUSED:
+        raise ValueError(f"{kind.__name__} cannot be used here: {REFUSED[kind.__name__]}. Take another optimizer.")
+
+    def step(params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State], h: Numbers) -> None:
+        _step(kind, params, grads, states, h)
+
+    accepted = list(inspect.signature(kind.__init__).parameters.values())[2:]  # without self and params
+    required = tuple(a.name for a in accepted if a.default is a.empty and a.kind is not a.VAR_KEYWORD)
+    options = {a.name: a.default for a in accepted if a.default is not a.empty}
+    return Rule(kind.__name__, required, step, lambda h: None, options)
+
+
+def _step(
+    kind: type[Optimizer],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[State],
+    h: Numbers,
+) -> None:
+    leaves = [p.detach() for p in params]  # the same memory
+    for leaf, g in zip(leaves, grads, strict=True):
+        leaf.grad = g.clone()  # some optimizers write into it
+    optimizer = kind(leaves, **_plain(h))
+    group = optimizer.param_groups[0]
+    before = _settings(group)
+    for leaf, state in zip(leaves, states, strict=True):
+        group.update(state.pop(GROUP, {}))
+        if state:
+            optimizer.state[leaf] = dict(state)
+    optimizer.step()
+    for leaf, state in zip(leaves, states, strict=True):
+        state.clear()
+        state.update(optimizer.state[leaf])
+    changed = {key: value for key, value in _settings(group).items() if key not in before or before[key] != value}
+    if changed:
+        states[0][GROUP] = changed
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params" and not isinstance(value, Tensor)}
+
+
+def _plain(h: Numbers) -> dict[str, Any]:
+    for name, value in h.items():
+        if isinstance(value, list) or (isinstance(value, torch.Tensor) and value.numel() != 1):
+            raise ValueError(f"Invalid {name}: {value}; an optimizer of torch.optim takes one number for all tensors.")
+    return dict(h)

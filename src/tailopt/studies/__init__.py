@@ -1,0 +1,1 @@
+"""Experiments that end in a table, a figure and the claims that they judge."""

@@ -1,0 +1,1 @@
+"""Settings found by trying: random search, recorded and resumable."""

@@ -1,0 +1,110 @@
+"""`tailopt compare`: ends, best rounds, differences, a figure."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from tailopt.cli.compare import Course, differences, lines
+from tailopt.cli.main import main
+from tailopt.records.folder import Run
+
+SMALL = ["--task", "syntoken", "--preset", "small", "--nodes", "2", "--rounds", "3", "--local_steps", "1", "--quiet"]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", *SMALL, "--algorithm", "avg-sgd", "--ilr", "0.1", "--out", "runs/a"]) == 0
+    words = ["--algorithm", "avg-biclip", "--ilr", "0.5", "--i_u", "0.1", "--i_d", "0", "--rounds", "2"]
+    assert main(["run", *SMALL, *words, "--out", "runs/deep/b"]) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.usefixtures("runs")
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "runs/a", "runs/deep/b"]) == 0
+    out = capsys.readouterr().out
+    errors = [row["metrics"]["error"] for row in Run.open("runs/a").history()]
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith("runs")}
+    assert "error, lower is better" in out
+    best = min(errors)
+    first = next(line.split() for line in out.splitlines() if line.startswith("runs/a"))
+    assert first == ["runs/a", "avg-sgd", "3", f"{errors[-1]:.4g}", f"{best:.4g}", str(errors.index(best) + 1)]
+    assert rows["runs/a"] == ["runs/a", "avg-sgd", "0.1", "-", "-"]  # of the settings that differ
+    assert rows["runs/deep/b"] == ["runs/deep/b", "avg-biclip", "0.5", "0.1", "0"]
+    assert out.splitlines()[-1] == "wrote nothing; --figure FILE.png draws error by round"
+    assert main(["compare", "runs"]) == 0
+    assert capsys.readouterr().out == out, "a folder of runs is the runs in it"
+
+
+@pytest.mark.usefixtures("runs")
+def test_the_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["compare", "runs", "--metric", "loss", "--figure", "figures/x.png"]) == 0
+    assert Path("figures/x.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.splitlines()[-1] == "wrote figures/x.png: loss by round"
+    assert main(["compare", "runs", "--figure", "x.xyz"]) == 2
+    assert "x.xyz" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("runs")
+def test_without_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["compare", "runs", "--figure", "x.png"]) == 2
+    assert 'pip install "tailopt-torch[' in capsys.readouterr().err
+    assert not Path("x.png").exists()
+
+
+@pytest.mark.usefixtures("runs")
+def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in {
+        ("runs", "--metric", "accuracy"): "has no 'accuracy'. It has error, loss",
+        ("nowhere",): "nowhere is not a run folder",
+        (".", "--figure"): "expected one argument",
+    }.items():
+        assert main(["compare", *words]) == 2
+        assert message in capsys.readouterr().err
+    Path("empty").mkdir()
+    assert main(["compare", "empty"]) == 2
+    assert "There is no run in empty" in capsys.readouterr().err
+
+
+def test_runs_of_different_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("syntoken", "gaussian"):
+        words = ["--task", name, "--rounds", "1", "--algorithm", "avg-sgd", "--ilr", "0.1", "--out", name]
+        assert main(["run", *SMALL, *words]) == 0
+    assert main(["compare", "syntoken", "gaussian"]) == 0
+    assert "different tasks" in capsys.readouterr().out
+
+
+def course(name: str, algorithm: str, values: list[float], **settings: object) -> Course:
+    return Course(name, "t", algorithm, range(1, len(values) + 1), values, settings)
+
+
+def test_the_best_round_is_finite_and_the_first() -> None:
+    one = course("a", "avg-sgd", [math.nan, 2.0, 1.0, 1.0, -math.inf, 3.0])
+    assert one.best(lower=True) == (1.0, 3)
+    assert one.best(lower=False) == (3.0, 6)
+    assert course("a", "avg-sgd", [math.nan]).best(lower=True) is None
+
+
+def test_differences_are_of_values_and_of_presence() -> None:
+    a, b = course("a", "x", [], ilr=0.1, nodes=3, d=0.0), course("b", "x", [], ilr=0.2, nodes=3)
+    assert differences([a, b]) == ["ilr", "d"]
+    assert differences([a, a]) == []
+
+
+def test_lines_say_the_algorithm_and_tell_its_runs_apart() -> None:
+    same = lines([course(str(i), "adam-biclip", [1.0]) for i in range(12)])
+    assert {(line["color"], line["linestyle"]) for line in same} == {("#D55E00", "--")}
+    assert len({line.get("marker") for line in same}) == 12
+    mixed = lines([course("a", "avg-sgd", [1.0]), course("b", "adam-biclip", [1.0]), course("c", "sgd-sign", [1.0])])
+    assert len({line["color"] for line in mixed}) == 3
+    assert [line["label"] for line in mixed] == ["a (avg-sgd)", "b (adam-biclip)", "c (sgd-sign)"]
