@@ -16,6 +16,7 @@ NAMES = [
     "Clipped",
     "Counts",
     "L2Clip",
+    "NestedOptimizer",
     "Result",
     "Theory",
     "algorithm",

@@ -134,16 +134,23 @@ class Algorithm:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All numbers by their public names, schedulable ones under `ilr`, `i_u`, ... whatever the optimizers are."""
-        return {
-            PUBLIC[level].get(word, word): value
-            for level in ("outer", "inner")
-            for word, value in self.numbers(level).items()
-            if word in PUBLIC[level] or word in self._given()
-        }
+        """All numbers by their public names, schedulable ones under `ilr`, `i_u`, ... whatever the optimizers are.
 
-    def _given(self) -> set[str]:
-        return {*self.outer_settings, *self.inner_settings}
+        An argument that two classes share, with another value for each, has its level before its name.
+        """
+        found: dict[str, Any] = {}
+        levels = {
+            "outer": (self.outer_settings, self.inner_settings),
+            "inner": (self.inner_settings, self.outer_settings),
+        }
+        for level, (given, other) in levels.items():
+            for word, value in self.numbers(level).items():
+                if word in PUBLIC[level]:
+                    found[PUBLIC[level][word]] = value
+                elif word in given:
+                    shared = word in other and other[word] != value
+                    found[f"{level}_{word}" if shared else word] = value
+        return found
 
 
 def algorithm(name: str, **settings: Any) -> Algorithm:

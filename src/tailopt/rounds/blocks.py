@@ -22,7 +22,13 @@ def norm(tensors: Iterable[Tensor]) -> float:
         >>> norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
         5.0
     """
-    return math.sqrt(total) if (total := _added(map(squares, tensors))) >= 0 else total
+    return root(map(squares, tensors))
+
+
+def root(sums: Iterable[float]) -> float:
+    """The root of sums of squares, added in their order; NaN stays."""
+    total = _added(sums)
+    return math.sqrt(total) if total >= 0 else total
 
 
 def squares(x: Tensor) -> float:

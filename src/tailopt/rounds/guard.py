@@ -62,19 +62,22 @@ def bound(rule: Rule, steps: Iterable[Numbers]) -> Bound:
         reach = rule.reach(h)
         if reach is None:
             return Bound(None)
-        kind, count = reach.kind, count + 1
+        kind, count, length = reach.kind, count + 1, reach.length
         decay = product(h["lr"], h["weight_decay"]) if h.get("weight_decay") else 0.0
-        a = _affine(decay, a, reach.length)
-        c = _affine(decay, c, decay)
+        left = [abs(1 - k) for k in decay] if isinstance(decay, list) else abs(1 - decay)
+        if kind == "norm":  # one number for all: what is largest in this step, since the next may favour another tensor
+            decay, left, length = map(_largest, (decay, left, length))
+        a = _affine(left, a, length)
+        c = _affine(left, c, decay)
     return Bound(kind, a, c, count)
 
 
-def _affine(decay: Any, before: Any, more: Any) -> Any:
-    """|1 - decay| * before + more, where each may be a list with one for each parameter."""
-    lists = [value for value in (decay, before, more) if isinstance(value, list)]
+def _affine(left: Any, before: Any, more: Any) -> Any:
+    """left * before + more, where each may be a list with one for each parameter."""
+    lists = [value for value in (left, before, more) if isinstance(value, list)]
     if lists:
-        return [_affine(of(decay, i), of(before, i), of(more, i)) for i in range(len(lists[0]))]
-    return abs(1 - decay) * before + more
+        return [_affine(of(left, i), of(before, i), of(more, i)) for i in range(len(lists[0]))]
+    return left * before + more
 
 
 def judge(
@@ -147,12 +150,19 @@ def _beyond_norm(
     node: int, delta: Sequence[Tensor], start: Sequence[Tensor], name: str, limit: Bound
 ) -> Exclusion | None:
     moved = norm(delta)
+    most = exceeded(moved, start, limit)
+    return None if most is None else Exclusion(node, name, moved, most, "beyond what its optimizer can move")
+
+
+def exceeded(moved: float, start: Sequence[Tensor], limit: Bound) -> float | None:
+    """None, or the largest norm that was possible, where a displacement has a larger one."""
     b = _largest(limit.a) + (_largest(limit.c) * norm(start) if _largest(limit.c) else 0.0)
     if moved <= b:
         return None
-    ulps = norm(_ulp(x.to(d.dtype).abs().clamp(min=b), x.dtype) for d, x in zip(delta, start, strict=True))
+    wide = (x.to(torch.float64 if x.dtype == torch.float64 else torch.float32).abs() for x in start)
+    ulps = norm(_ulp(x.clamp(min=b), own.dtype) for x, own in zip(wide, start, strict=True))
     allowed = b * (1 + SLACK) + (limit.steps + 2) * ulps
-    return Exclusion(node, name, moved, allowed, "beyond what its optimizer can move") if moved > allowed else None
+    return allowed if moved > allowed else None
 
 
 def _largest(value: Any) -> float:

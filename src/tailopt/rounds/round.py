@@ -92,7 +92,7 @@ def collect(
 ) -> Collected:
     """Steps 2 to 4: judge what arrives and add it up. `state` is read, never changed."""
     report = Report()
-    mean, buffers = _Sum(), _Buffers()
+    mean, buffers = _Sum(), BufferMean()
     counted: dict[int, float] = {}
     for c in contributions:
         report.steps[c.node] = c.steps  # a node's samplers move on, also where it does not count
@@ -169,7 +169,7 @@ class _Sum:
         return self._acc
 
 
-class _Buffers:
+class BufferMean:
     """Floating buffers are averaged like displacements, integer ones take the maximum."""
 
     def __init__(self) -> None:

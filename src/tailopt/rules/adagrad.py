@@ -29,10 +29,10 @@ def refuse_sparse(g: Tensor, name: str) -> None:
 
 
 def divide(p: Tensor, numerator: Tensor, root: Tensor, lr: float | Tensor, eps: float | Tensor) -> None:
-    """p <- p - lr * numerator / (root + eps), with 0/0 = 0; `root` is used up."""
+    """p <- p - lr * numerator / (root + eps), where a root of 0 moves nothing; `root` is used up."""
     root.add_(eps)
     if not isinstance(eps, Tensor) and eps == 0:
-        root.masked_fill_((root == 0) & (numerator == 0), 1.0)
+        root.masked_fill_(root == 0, torch.inf)  # 0/0, or a gradient whose square is too small for the type
     if isinstance(lr, Tensor):
         p.sub_(numerator / root * lr)
     else:
