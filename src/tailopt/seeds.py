@@ -24,6 +24,16 @@ def derive(seed: int, purpose: str, *numbers: int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
+def mixed(base: int, step: int) -> int:
+    """The seed of a step, from that of its round: far cheaper than deriving each, and as far from its neighbours.
+
+    Examples:
+        >>> mixed(5, 0), mixed(5, 1)
+        (5, 2177342782468422682)
+    """
+    return (base + step * 0x9E3779B97F4A7C15) & (2**63 - 1)
+
+
 def generator(seed: int, purpose: str, *numbers: int, device: torch.device | str = "cpu") -> torch.Generator:
     """A fresh generator for one purpose, seeded by `derive`."""
     return torch.Generator(device=device).manual_seed(derive(seed, purpose, *numbers))

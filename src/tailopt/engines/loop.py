@@ -22,6 +22,7 @@ from tailopt.engines.sequential import moved
 from tailopt.records import checkpoints
 from tailopt.records.folder import Run
 from tailopt.rounds.participants import Participants, Sampling
+from tailopt.rounds.robust import Aggregate
 from tailopt.rounds.round import Contribution, EveryoneExcluded, Report, Synchronised, collect, finish
 from tailopt.rounds.settings import Settings
 from tailopt.rules.rule import State
@@ -72,6 +73,7 @@ class Loop:
     progress: bool = True
     title: str = "rounds"
     history: list[dict[str, Any]] = field(default_factory=list)
+    aggregate: Aggregate | None = None  # a robust one in the mean's place
 
     def go(self, state: Synchronised) -> None:
         """Run until `rounds` are done, or until something stops it."""
@@ -108,10 +110,10 @@ class Loop:
         t = state.round + 1
         who = self.sampling.draw(t)
         numbers = self.settings.outer(t)
-        found = collect(state, self.engine.contributions(state, who), who, self.guard)
-        local = time.perf_counter()
-        self._finishing = True
         with torch.no_grad():
+            found = collect(state, self.engine.contributions(state, who), who, self.guard, self.aggregate)
+            local = time.perf_counter()
+            self._finishing = True
             finish(state, found, self.settings.outer_rule, numbers, self.projection)
         self.engine.commit(found.report)
         row = self._row(state, who, found.report)
@@ -194,7 +196,8 @@ def restore(snapshot: checkpoints.Snapshot, state: Synchronised, engine: Engine)
     if (found["average"] is None) != (state.average is None):
         raise ValueError("The checkpoint was written with another setting of `average`; resume with the same.")
     device = state.weights[0].device if state.weights else torch.device("cpu")
-    state.weights = [found["weights"][name].to(device) for name in state.names]
+    for name, weight in zip(state.names, state.weights, strict=True):
+        weight.copy_(found["weights"][name])
     state.buffers = {name: buffer.to(state.buffers[name].device) for name, buffer in found["buffers"].items()}
     state.outer = [moved(found["outer"][name], device) for name in state.names]
     if found["average"] is not None:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tailopt.algorithms import Algorithm
-from tailopt.clipping.counts import Counts, Watch, tally
+from tailopt.clipping.counts import Counts, Watch, is_flat, tally
 from tailopt.clipping.operators import arithmetic
 from tailopt.engines.sources import LossFunction, Source, batch_digest, to_device
 from tailopt.rounds.participants import Participants
@@ -27,7 +27,7 @@ from tailopt.rounds.round import Contribution, Report, Synchronised
 from tailopt.rounds.settings import Settings
 from tailopt.rules.adam import fresh
 from tailopt.rules.rule import Numbers, State, of
-from tailopt.seeds import derive
+from tailopt.seeds import derive, mixed
 
 PRECISIONS = {None: None, "fp32": None, "bf16": torch.bfloat16}
 
@@ -61,6 +61,8 @@ class Sequential:
             model.train()
         self._modes = [(module, module.training) for module in model.modules()]
         self._params = trainable(model)[1]
+        self._flat = flattened(self._params)
+        self._own = [real(p.detach()) for p in self._params]
         self._buffers = Buffers(model)
         self.taken = [0] * source.nodes
         self.kept: dict[int, list[State]] = {}
@@ -71,10 +73,15 @@ class Sequential:
     def synchronised(model: torch.nn.Module, average: bool) -> Synchronised:
         """The state before the first round: the weights as they are, in the arithmetic's type."""
         names, params = trainable(model)
-        weights = [real(p.detach()).to(arithmetic(p.dtype), copy=True) for p in params]
+        flat = flattened(params)
+        if flat is None:
+            weights = [real(p.detach()).to(arithmetic(p.dtype), copy=True) for p in params]
+        else:
+            flat = flat.clone()
+            weights = [flat.as_strided(p.shape, p.stride(), p.storage_offset()) for p in params]
         kept = [torch.zeros_like(w) for w in weights] if average else None
         buffers = {name: buffer.clone() for name, buffer in Buffers(model).now().items()}
-        return Synchronised(names, weights, buffers, [{} for _ in weights], kept)
+        return Synchronised(names, weights, buffers, [{} for _ in weights], kept, flat=flat)
 
     def contributions(self, state: Synchronised, who: Participants) -> Iterator[Contribution]:
         """What every participant does in the next round, in ascending order.
@@ -86,41 +93,55 @@ class Sequential:
             yield self._local_round(state, node, t)
 
     def _local_round(self, state: Synchronised, node: int, t: int) -> Contribution:
-        params = self._params
-        own = [real(p.detach()) for p in params]
-        starts = load(own, state.weights)
+        params, own = self._params, self._own
+        starts = self._load(state.weights, state.flat)
         self._buffers.load(state.buffers)
         taken, steps = self.taken[node], self._source.steps(node)
         states = self._inner_states(state, node, own)
         limit = self._settings.limit(t, taken, steps)
         watch = Watch("counts") if self._statistics else None
         losses = []
-        seed_plainly(derive(self._seed, "plain", t, node))
+        base = derive(self._seed, "model", t, node)
+        seed_plainly(base)
         batches = self._source.batches(node, t, taken, steps)
         for step in range(steps):
-            seed_torch(derive(self._seed, "model", t, node, step), self.device)
-            with _said_where(node, t, step):
+            seed_torch(mixed(base, step), self.device)
+            try:
                 batch = next(batches)
                 if not self._asked or self._asked["round"] != t:
                     self._asked = {"node": node, "round": t, "taken": taken, "digest": batch_digest(batch)}
                 losses.append(self._backward(to_device(batch, self.device), params))
-            numbers = self._settings.inner(t, taken + step)
-            with torch.no_grad():
-                self._inner_step(params, own, states, numbers, watch)
+            except Exception as error:
+                raise _said_where(error, node, t, step) from error.__cause__
+            self._inner_step(params, own, states, self._settings.inner(t, taken + step), watch)
         for p in params:
             p.grad = None
-        delta = displacements(own, starts)
+        flat: Tensor | None = None
+        delta: Sequence[Tensor] = own
+        if self._flat is not None and state.flat is not None:
+            flat = self._flat.sub_(state.flat)
+        else:
+            delta = displacements(own, starts)
         return Contribution(
             node,
             starts,
             delta,
             self._buffers.now(),
-            float(torch.stack(losses).mean()),
+            _mean(losses),
             limit,
             steps,
             [moved(s, "cpu") for s in states] if self._algorithm.inner_state == "keep" else None,
             watch.take(len(params)) if watch is not None else None,
+            flat,
         )
+
+    def _load(self, weights: Sequence[Tensor], flat: Tensor | None = None) -> Sequence[Tensor]:
+        """Put weights into the model; returns the start in the parameters' own types, copied only where they differ."""
+        if self._flat is not None and flat is not None:
+            self._flat.copy_(flat)
+            return weights
+        torch._foreach_copy_(self._own, list(weights))
+        return [w if w.dtype == p.dtype else p.clone() for p, w in zip(self._own, weights, strict=True)]
 
     def _inner_states(self, state: Synchronised, node: int, own: Sequence[Tensor]) -> list[State]:
         if self._algorithm.inner_state == "keep" and node in self.kept:
@@ -141,7 +162,7 @@ class Sequential:
         if not loss.requires_grad:
             raise ValueError("Invalid loss: it depends on no trainable parameter. Was it detached, or is all frozen?")
         loss.backward()
-        return loss.detach().float()
+        return loss.detach()
 
     def _inner_step(
         self,
@@ -190,16 +211,18 @@ class Sequential:
 
     def show(self, weights: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Put weights and buffers into the model."""
-        load([real(p.detach()) for p in self._params], weights)
-        self._buffers.load(buffers)
+        with torch.no_grad():
+            self._load(weights)
+            self._buffers.load(buffers)
 
     def check_repeatable(self) -> None:
         """Ask for the first batch of the last round again, and refuse to go on where it is another one."""
         if not self.probe:
             return
         node, t, taken = (self.probe[key] for key in ("node", "round", "taken"))
-        seed_plainly(derive(self._seed, "plain", t, node))
-        seed_torch(derive(self._seed, "model", t, node, 0), self.device)
+        base = derive(self._seed, "model", t, node)
+        seed_plainly(base)
+        seed_torch(mixed(base, 0), self.device)
         if batch_digest(next(iter(self._source.batches(node, t, taken, 1)))) != self.probe["digest"]:
             raise ValueError(
                 f"This run cannot be resumed: the batch of node {node}, round {t}, step 0 is another one than it was. "
@@ -225,11 +248,37 @@ def real(x: Tensor) -> Tensor:
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
-@torch.no_grad()
-def load(own: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-    """Put weights into parameters; returns the start in the parameters' own types, copied only where these differ."""
-    torch._foreach_copy_(list(own), list(weights))
-    return [w if w.dtype == p.dtype else p.clone() for p, w in zip(own, weights, strict=True)]
+def flattened(params: Sequence[torch.nn.Parameter]) -> Tensor | None:
+    """One tensor that holds all parameters, which become views of it; None where they are not all of one wide type.
+
+    What a round does with a whole model is then one operation, not one a tensor: small models notice.
+    """
+    kinds = {(p.dtype, p.device) for p in params}
+    plain = all(type(p) is torch.nn.Parameter and is_flat(p) for p in params)
+    if len(kinds) != 1 or not plain or params[0].dtype not in (torch.float32, torch.float64):
+        return None
+    if (shared := _one_storage(params)) is not None:
+        return shared
+    flat = torch.empty(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
+    offset = 0
+    for p in params:
+        view = flat.as_strided(p.shape, p.stride(), offset)
+        view.copy_(p.detach())
+        p.data = view
+        offset += p.numel()
+    return flat
+
+
+def _one_storage(params: Sequence[torch.nn.Parameter]) -> Tensor | None:
+    """The tensor behind parameters that lie one after another in it already."""
+    offset = 0
+    for p in params:
+        if p.storage_offset() != offset or p.untyped_storage().data_ptr() != params[0].untyped_storage().data_ptr():
+            return None
+        offset += p.numel()
+    if params[0].untyped_storage().nbytes() != offset * params[0].element_size():
+        return None
+    return params[0].detach().as_strided((offset,), (1,), 0)
 
 
 class Buffers:
@@ -244,14 +293,12 @@ class Buffers:
         """The tensors themselves."""
         return {name: getattr(module, key).detach() for name, module, key in self._places}
 
-    @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Put values into them."""
         for name, module, key in self._places:
             getattr(module, key).copy_(values[name])
 
 
-@torch.no_grad()
 def displacements(own: Sequence[Tensor], starts: Sequence[Tensor]) -> list[Tensor]:
     """What parameters moved, in the arithmetic's type; in their own memory where that is their type."""
     if all(p.dtype == arithmetic(p.dtype) for p in own):
@@ -286,17 +333,19 @@ def moved(state: State, device: torch.device | str) -> State:
     return {key: copied(value) for key, value in state.items()}
 
 
-@contextmanager
-def _said_where(node: int, t: int, step: int) -> Iterator[None]:
-    """Errors of the user's own functions say where they happened."""
-    try:
-        yield
-    except Exception as error:
-        where = f"in node {node}, round {t}, local step {step}"
-        if isinstance(error, StopIteration):
-            raise RuntimeError(f"The data ended {where}.") from error
-        if isinstance(error, ValueError) and str(error).startswith("Invalid loss"):
-            raise ValueError(f"{error} This was {where}.") from None
-        if hasattr(error, "add_note"):
-            error.add_note(f"This was {where}.")
-        raise
+def _mean(losses: Sequence[Tensor]) -> float:
+    """In float64, one after another; a device is waited for once."""
+    values = torch.stack(list(losses)).tolist() if losses[0].device.type != "cpu" else [x.item() for x in losses]
+    return sum(values) / len(values)
+
+
+def _said_where(error: Exception, node: int, t: int, step: int) -> Exception:
+    """An error of the user's own functions, saying where it happened."""
+    where = f"in node {node}, round {t}, local step {step}"
+    if isinstance(error, StopIteration):
+        return RuntimeError(f"The data ended {where}.")
+    if isinstance(error, ValueError) and str(error).startswith("Invalid loss"):
+        return ValueError(f"{error} This was {where}.")
+    if hasattr(error, "add_note"):
+        error.add_note(f"This was {where}.")
+    return error

@@ -24,6 +24,7 @@ from tailopt.engines.sequential import PRECISIONS, Sequential, trainable
 from tailopt.engines.sources import BatchFunction, FromData, FromFunction, LossFunction, Source
 from tailopt.records import checkpoints
 from tailopt.records.folder import Run, environment, is_run
+from tailopt.rounds import robust
 from tailopt.rounds.participants import SAMPLINGS, Chooser, Sampling, checked_weights, how_many
 from tailopt.rounds.round import Synchronised
 from tailopt.rounds.settings import Settings
@@ -70,7 +71,7 @@ def simulate(
     average: bool = False,
     schedules: Any = None,
     guard: bool = True,
-    aggregate: str = "mean",
+    aggregate: str | robust.Aggregate = "mean",
     engine: str = "auto",
     device: torch.device | str | None = None,
     precision: str | None = None,
@@ -111,7 +112,8 @@ def simulate(
         schedules: {"ilr": ...}: schedules of `tailopt.schedules`, functions of the round that return the value, or what
             `tailopt.theory` returns.
         guard: leave out displacements that are not finite, or larger than the inner optimizer can make them.
-        aggregate: "mean".
+        aggregate: "mean", or a robust mean: "median-norm", "trimmed-mean", "coordinate-median" or "centred-clipping".
+            These hold every node's displacement at once, and ignore weights: only equal ones are accepted.
         engine: "sequential", or "auto", which is the same.
         device: where the nodes compute; by default where the model is.
         precision: None or "bf16" (autocast; weights and displacements stay as they are).
@@ -135,11 +137,12 @@ def simulate(
         >>> result.history[-1]["loss"] < 0.02
         True
     """
-    _check_choices(on_drop, aggregate, engine, precision, sampling)
+    _check_choices(on_drop, engine, precision, sampling)
     _check_counts(rounds, local_steps, local_epochs, evaluate_every, checkpoint_every, keep, projection)
     _check_model(model, algorithm)
     source = _source(data, batches, nodes, local_steps, local_epochs, batch_size, seed)
     used = _weights(weights, source)
+    combined = robust.chosen(aggregate, used, sampling)
     chosen = Sampling(used, how_many(source.nodes, participation, participants), sampling, seed)
     if run is not None and source.repeatable:
         raise ValueError(
@@ -178,6 +181,7 @@ def simulate(
         "projection": projection,
         "average": average,
         "guard": guard,
+        "aggregate": None if combined is None else str(combined),  # None, the mean: so in folders from before
         "precision": precision,
         "statistics": statistics,
         "seed": seed,
@@ -199,6 +203,7 @@ def simulate(
         tuple(loggers),
         progress,
         algorithm.name,
+        aggregate=combined,
     )
     with _own_randomness(place):
         if run is not None:
@@ -260,10 +265,9 @@ def _weights(weights: Sequence[float] | str | None, source: Source) -> tuple[flo
     return checked_weights(list(weights), source.nodes)
 
 
-def _check_choices(on_drop: str, aggregate: str, engine: str, precision: str | None, sampling: str) -> None:
+def _check_choices(on_drop: str, engine: str, precision: str | None, sampling: str) -> None:
     choices: list[tuple[str, Any, tuple[Any, ...]]] = [
         ("on_drop", on_drop, ("sync", "keep")),
-        ("aggregate", aggregate, ("mean",)),
         ("engine", engine, ENGINES),
         ("precision", precision, tuple(PRECISIONS)),
         ("sampling", sampling, SAMPLINGS),

@@ -80,6 +80,14 @@ def _affine(left: Any, before: Any, more: Any) -> Any:
     return left * before + more
 
 
+def within(flat: Tensor, limit: Bound) -> bool:
+    """Whether all is well at a glance: every element within the least that the bound can be. False: look closer."""
+    if limit.kind != "coordinate" or isinstance(limit.a, Tensor | list) or not flat.numel():
+        return False
+    low, high = torch.aminmax(flat)
+    return bool(-limit.a <= low.item() and high.item() <= limit.a)  # NaN is neither
+
+
 def judge(
     node: int,
     delta: Sequence[Tensor],

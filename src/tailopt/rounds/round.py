@@ -9,22 +9,25 @@
     7. the iterate average, if asked for
 
 Contributions are streamed through one accumulator: a round needs the memory of one node however many there are.
+A robust aggregate (robust.py) in the place of step 4 holds them all at once instead.
 The order of additions, and their roundings, are the same for every engine.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tailopt.rounds.blocks import norm
-from tailopt.rounds.guard import Bound, Exclusion, judge
+from tailopt.rounds.guard import Bound, Exclusion, judge, within
 from tailopt.rounds.participants import Participants
+from tailopt.rounds.robust import Aggregate, Displacements, coordinate_median
 from tailopt.rules.rule import Numbers, Rule, State
 
 
@@ -32,7 +35,8 @@ from tailopt.rules.rule import Numbers, Rule, State
 class Synchronised:
     """What is common to all nodes after a round.
 
-    weights are kept in the arithmetic's type (fp32 for bf16 and fp16), buffers in their own.
+    weights are kept in the arithmetic's type (fp32 for bf16 and fp16), buffers in their own. flat: one tensor that
+    holds all weights, which are views of it; None where their types differ.
     """
 
     names: list[str]
@@ -41,11 +45,16 @@ class Synchronised:
     outer: list[State]
     average: list[Tensor] | None = None
     round: int = 0
+    flat: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one node did in a round. delta: in the arithmetic's type; inner: its optimizer's state, where it is kept."""
+    """What one node did in a round.
+
+    delta: in the arithmetic's type; flat: all of it as one tensor, laid out like that of the synchronised weights, or
+    None; inner: its optimizer's state, where it is kept.
+    """
 
     node: int
     start: Sequence[Tensor]
@@ -56,6 +65,7 @@ class Contribution:
     steps: int = 0
     inner: list[State] | None = None
     statistics: Any = None
+    flat: Tensor | None = None
 
 
 @dataclass
@@ -88,20 +98,28 @@ class Collected:
 
 
 def collect(
-    state: Synchronised, contributions: Iterable[Contribution], who: Participants, guard: bool = True
+    state: Synchronised,
+    contributions: Iterable[Contribution],
+    who: Participants,
+    guard: bool = True,
+    aggregate: Aggregate | None = None,
 ) -> Collected:
-    """Steps 2 to 4: judge what arrives and add it up. `state` is read, never changed."""
+    """Steps 2 to 4: judge what arrives and add it up. `state` is read, never changed.
+
+    aggregate: a robust one in the mean's place, for equal shares; floating buffers then take the coordinate median.
+    """
     report = Report()
-    mean, buffers = _Sum(), BufferMean()
+    mean: _Sum | _Held = _Sum()
+    buffers = BufferMean()
     counted: dict[int, float] = {}
-    for c in contributions:
-        report.steps[c.node] = c.steps  # a node's samplers move on, also where it does not count
-        found = judge(c.node, c.delta, c.start, state.names, c.limit, c.buffers, state.buffers) if guard else None
-        if found is not None:
-            report.excluded.append(found)
-            continue
+    counting = _judged(state, contributions, guard, report)
+    if aggregate is not None:
+        counting = _without_outliers(counting, aggregate, report)
+        mean = mean if aggregate.combine is None else _Held(aggregate.combine)
+        buffers = BufferMean(partial(_Held, coordinate_median))
+    for c in counting:
         share = counted[c.node] = who.shares[c.node]
-        mean.add(c.delta, share)
+        mean.add(c.delta if c.flat is None else [c.flat], share)
         buffers.add(c.buffers, share)
         report.losses[c.node] = c.loss
         if c.inner is not None:
@@ -113,7 +131,41 @@ def collect(
         raise EveryoneExcluded(f"Round {state.round + 1}: no displacement can be used: {reasons}.")
     whole = 1.0 if not report.excluded else math.fsum(counted.values())
     report.used = {i: share / whole for i, share in counted.items()}
-    return Collected(mean.result(whole), buffers.result(whole, state.buffers), report)
+    delta = mean.result(whole)
+    if delta[0].shape != state.weights[0].shape:  # it was added up as one tensor
+        delta = [delta[0].as_strided(w.shape, w.stride(), w.storage_offset()) for w in state.weights]
+    return Collected(delta, buffers.result(whole, state.buffers), report)
+
+
+def _judged(
+    state: Synchronised, contributions: Iterable[Contribution], guard: bool, report: Report
+) -> Iterator[Contribution]:
+    """Those that the guard lets pass, one by one."""
+    for c in contributions:
+        report.steps[c.node] = c.steps  # a node's samplers move on, also where it does not count
+        found = None
+        if guard and not (c.flat is not None and not c.buffers and within(c.flat, c.limit)):
+            found = judge(c.node, c.delta, c.start, state.names, c.limit, c.buffers, state.buffers)
+        if found is None:
+            yield c
+        else:
+            report.excluded.append(found)
+
+
+def _without_outliers(
+    contributions: Iterable[Contribution], aggregate: Aggregate, report: Report
+) -> Iterator[Contribution]:
+    """All of them copied, since each is gone when the next one is asked for; then those that the aggregate keeps."""
+    held = [
+        replace(
+            c, flat=None, delta=[d.clone() for d in c.delta], buffers={name: b.clone() for name, b in c.buffers.items()}
+        )
+        for c in contributions
+    ]
+    far = aggregate.outliers([c.delta for c in held], [c.node for c in held]) if held else []
+    report.excluded += far
+    left_out = {e.node for e in far}
+    yield from (c for c in held if c.node not in left_out)
 
 
 def finish(
@@ -155,7 +207,7 @@ class _Sum:
 
     def add(self, delta: Sequence[Tensor], share: float) -> None:
         # not add(alpha=share), which is a fused multiply-add on some processors
-        scaled = torch._foreach_mul(list(delta), share)
+        scaled = torch._foreach_mul(list(delta), share) if len(delta) > 1 else [delta[0] * share]
         if self._acc:
             torch._foreach_add_(self._acc, scaled)
         else:
@@ -169,11 +221,26 @@ class _Sum:
         return self._acc
 
 
+class _Held:
+    """In the place of a sum: what needs all displacements at once. They must not change until the result is taken."""
+
+    def __init__(self, combine: Callable[[Displacements], list[Tensor]]) -> None:
+        self._combine = combine
+        self._all: list[Sequence[Tensor]] = []
+
+    def add(self, delta: Sequence[Tensor], share: float) -> None:
+        self._all.append(delta)
+
+    def result(self, whole: float) -> list[Tensor]:
+        return self._combine(self._all)
+
+
 class BufferMean:
     """Floating buffers are averaged like displacements, integer ones take the maximum."""
 
-    def __init__(self) -> None:
-        self._means: dict[str, _Sum] = {}
+    def __init__(self, mean: Callable[[], _Sum | _Held] = _Sum) -> None:
+        self._mean = mean
+        self._means: dict[str, _Sum | _Held] = {}
         self._others: dict[str, Tensor] = {}
 
     def add(self, buffers: Mapping[str, Tensor], share: float) -> None:
@@ -181,7 +248,7 @@ class BufferMean:
             if buffer.is_floating_point() or buffer.is_complex():
                 real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
                 wide = real.to(torch.float64 if real.dtype == torch.float64 else torch.float32)
-                self._means.setdefault(name, _Sum()).add([wide], share)
+                self._means.setdefault(name, self._mean()).add([wide], share)
             elif name in self._others:
                 self._others[name] = torch.maximum(self._others[name], buffer)
             else:

@@ -1,0 +1,304 @@
+"""The guard: no honest node is ever excluded, and a displacement 1 % beyond what is possible always is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tailopt.clipping.operators import arithmetic
+from tailopt.rounds.guard import Bound, Exclusion, bound, judge
+from tailopt.rules.rule import Numbers, Rule, State
+from tailopt.rules.table import INNER
+from tailopt.rules.torch_optim import torch_rule
+
+BOUNDED = [name for name in INNER if name != "sgd"]
+SHAPES = [(4, 3), (5,), ()]
+NAMES = ["layer.weight", "layer.bias", "scale"]
+BETAS = [(0.9, 0.999), (0.9, 0.99), (0.5, 0.6), (0.0, 0.9), (0.7, 0.5)]
+GRADIENTS = ["constant", "growing", "shrinking", "alternating", "heavy", "huge", "tiny", "sparse"]
+TYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+def starts(seed: int, size: float, dtype: torch.dtype) -> list[Tensor]:
+    """Of one size, some just below a power of two, where an outward step doubles the unit in the last place."""
+    source = torch.Generator().manual_seed(seed)
+    found = []
+    for shape in SHAPES:
+        x = size * torch.randn(shape, generator=source, dtype=torch.float64)
+        edge = torch.copysign(torch.exp2(torch.frexp(x)[1].double()) * (1 - torch.finfo(dtype).eps / 2), x)
+        found.append(torch.where(torch.rand(shape, generator=source) < 0.3, edge, x).to(dtype))
+    return found
+
+
+def gradients(kind: str, start: Sequence[Tensor], seed: int, k: int, betas: tuple[float, float]) -> list[Tensor]:
+    """The gradients of step k: everything pushed outwards (or inwards), as strongly as a sequence can."""
+    source = torch.Generator().manual_seed(1000 * seed + k)
+    found = []
+    for x in start:
+        noise = torch.randn(x.shape, generator=source, dtype=torch.float64)
+        outwards = -torch.sign(x.double()) * (1 if seed % 2 else -1)
+        growth = betas[0] / betas[1] if betas[0] else 0.5
+        g = {
+            "constant": outwards,
+            "growing": outwards * growth**-k,
+            "shrinking": outwards * growth**k,
+            "alternating": outwards * (-1) ** k,
+            "heavy": noise * torch.exp(4 * torch.randn(x.shape, generator=source, dtype=torch.float64)),
+            "huge": outwards * 1e30 ** (k % 2),
+            "tiny": outwards * 1e-7 ** (k % 3),
+            "sparse": torch.where(torch.rand(x.shape, generator=source) < 0.5, 0.0, outwards),
+        }[kind]
+        found.append(g.to(x.dtype))
+    return found
+
+
+def moved(rule: Rule, start: Sequence[Tensor], steps: Sequence[Numbers], kind: str, seed: int) -> list[Tensor]:
+    """What an honest node sends."""
+    params, states = [x.clone() for x in start], [State() for _ in start]
+    for k, numbers in enumerate(steps):
+        rule.step(params, gradients(kind, start, seed, k, numbers.get("betas", (0.9, 0.999))), states, numbers)
+    return [(p.to(arithmetic(p.dtype)) - x.to(arithmetic(x.dtype))) for p, x in zip(params, start, strict=True)]
+
+
+@st.composite
+def rounds(draw: st.DrawFn, names: Sequence[str] = tuple(BOUNDED)) -> tuple[Rule, list[dict[str, Any]]]:
+    """A rule, and its numbers in each of up to 20 local steps."""
+    rule = INNER[draw(st.sampled_from(names))]
+    u = draw(st.sampled_from([1e-4, 0.3, 1.0, 50.0]))
+    numbers: dict[str, Any] = {
+        **rule.options,
+        "lr": draw(st.sampled_from([1e-5, 3e-3, 0.1, 1.0])),
+        "eps": draw(st.sampled_from([1e-8, 1e-3])),
+        "u": u,
+        "d": 0.0 if rule.name == "l2clip" else u * draw(st.sampled_from([0.0, 0.3, 1.0])),
+    }
+    if "weight_decay" in rule.options:
+        numbers["weight_decay"] = draw(st.sampled_from([0.0, 0.01, 0.5, 1.5]))
+    if "betas" in rule.options:
+        numbers["betas"] = draw(st.sampled_from(BETAS))
+    if "scope" in rule.options:
+        numbers["scope"] = draw(st.sampled_from(["global", "tensor"]))
+    if rule.name == "biclip" and draw(st.booleans()):
+        numbers["u"] = [torch.linspace(0.5, 2.0, 4)[:, None] * u, u, torch.tensor(2.0 * u)]
+        numbers["d"] = [0.1 * u, torch.linspace(0.1, 0.9, 5) * u, 0.0]
+    z = draw(st.integers(1, 20))
+    factors = draw(st.sampled_from([lambda k: 1.0, lambda k: 1 / (k + 1), lambda k: 1.0 + k, lambda k: float(k % 2)]))
+    return rule, [{**numbers, "lr": numbers["lr"] * factors(k)} for k in range(z)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    what=rounds(),
+    kind=st.sampled_from(GRADIENTS),
+    size=st.sampled_from([0.0, 1e-6, 1.0, 300.0]),
+    dtype=st.sampled_from(TYPES),
+    seed=st.integers(0, 1000),
+)
+def test_honest_nodes_are_never_excluded(
+    what: tuple[Rule, list[dict[str, Any]]], kind: str, size: float, dtype: torch.dtype, seed: int
+) -> None:
+    rule, steps = what
+    start = starts(seed, size, dtype)
+    delta = moved(rule, start, steps, kind, seed)
+    limit = bound(rule, steps)
+    assert limit.kind is not None
+    assert judge(0, delta, start, NAMES, limit, {}) is None
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    z=st.integers(1, 20),
+    betas=st.sampled_from(BETAS[:4]),
+    seen=st.sampled_from([0.0, 1e-8, 1.0]),
+    t=st.integers(1, 30),
+    raw=st.booleans(),
+    kind=st.sampled_from(GRADIENTS[:5]),
+    seed=st.integers(0, 100),
+)
+def test_honest_nodes_with_a_sent_preconditioner(
+    z: int, betas: tuple[float, float], seen: float, t: int, raw: bool, kind: str, seed: int
+) -> None:
+    """m = 0, v and the step counter handed in."""
+    rule, start = INNER["adam"], starts(seed, 1.0, torch.float32)
+    numbers = {"lr": 0.01, "eps": 1e-8, "betas": betas, "bias_correction": "first" if raw else True}
+    params = [x.clone() for x in start]
+    states: list[State] = [
+        {"step": 0 if raw else t, "exp_avg": torch.zeros_like(x), "exp_avg_sq": torch.full_like(x, seen)} for x in start
+    ]
+    for k in range(z):
+        rule.step(params, gradients(kind, start, seed, k, betas), states, numbers)
+    delta = [p - x for p, x in zip(params, start, strict=True)]
+    assert judge(0, delta, start, NAMES, bound(rule, [numbers] * z), {}) is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    what=rounds(),
+    tensor=st.integers(0, 2),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=st.integers(0, 1000),
+)
+def test_one_percent_beyond_is_excluded(
+    what: tuple[Rule, list[dict[str, Any]]], tensor: int, dtype: torch.dtype, seed: int
+) -> None:
+    """One coordinate (of one tensor) beyond a + c |x|, at a start so small that its rounding is no excuse."""
+    rule, steps = what
+    start = starts(seed, 1e-7 * max(float(h["lr"]) for h in steps), dtype)
+    limit = bound(rule, steps)
+    a = limit.a[tensor] if isinstance(limit.a, list) else limit.a
+    if limit.kind is None or float(torch.as_tensor(a).max()) == 0:
+        return
+    c = limit.c[tensor] if isinstance(limit.c, list) else limit.c
+    delta = [torch.zeros(x.shape, dtype=dtype) for x in start]
+    x = start[tensor].abs()
+    if limit.kind == "norm":
+        most = torch.as_tensor(a + c * math.sqrt(sum(float(s.double().square().sum()) for s in start)))
+    elif limit.kind == "tensor norm":
+        most = a + c * torch.linalg.vector_norm(x.double())
+    else:
+        most = (a + c * x).expand_as(x).reshape(-1)[-1]
+    delta[tensor].view(-1)[-1] = 1.01 * float(most) * (-1 if seed % 2 else 1)
+    found = judge(3, delta, start, NAMES, limit, {})
+    assert found is not None and found.bound is not None
+    assert found.node == 3 and abs(found.value) > found.bound
+    assert found.tensor == ("all tensors" if limit.kind == "norm" else NAMES[tensor])
+    assert abs(found.value) == pytest.approx(1.01 * float(most), rel=1e-6)
+    delta[tensor].view(-1)[-1] = 0.999 * float(most)
+    assert judge(3, delta, start, NAMES, limit, {}) is None
+
+
+def test_the_bound_is_reached() -> None:
+    """Full steps in one direction: what honest nodes can do is what the bound says, without slack."""
+    numbers = {"lr": 0.1, "u": 2.0, "d": 0.0}
+    limit = bound(INNER["biclip"], [numbers] * 5)
+    assert limit == Bound("coordinate", pytest.approx(1.0), 0.0, 5)
+    start = [torch.zeros(3, dtype=torch.float64)]
+    params = [start[0].clone()]
+    for _ in range(5):
+        INNER["biclip"].step(params, [torch.full((3,), -9.0, dtype=torch.float64)], [State()], numbers)
+    assert params[0].tolist() == pytest.approx([1.0] * 3)
+
+
+def test_bounds_by_hand() -> None:
+    """b <- (1 - k) b + s + k |x|: two steps with lr 0.1, then 0.2, decay 0.5, u = 2."""
+    steps = [{"lr": lr, "u": 2.0, "d": 0.0, "weight_decay": 0.5} for lr in (0.1, 0.2)]
+    limit = bound(INNER["biclip"], steps)
+    assert limit.a == pytest.approx(0.9 * 0.2 + 0.4)
+    assert limit.c == pytest.approx(0.9 * 0.05 + 0.1)
+    assert (limit.kind, limit.steps) == ("coordinate", 2)
+    assert bound(INNER["sign"], [{"lr": 0.1}] * 3).a == pytest.approx(0.3)
+    assert bound(INNER["adagrad"], [{"lr": 0.1}] * 3).a == pytest.approx(0.3)
+    adam = {"lr": 0.1, "betas": (0.9, 0.999), "bias_correction": True}
+    assert bound(INNER["adam"], [adam] * 2).a == pytest.approx(2 * 0.1 * 0.1 / math.sqrt(0.001 * (1 - 0.81 / 0.999)))
+    norm = bound(INNER["l2clip"], [{"lr": 0.1, "u": 3.0}])
+    assert (norm.kind, norm.a) == ("norm", pytest.approx(0.3))
+    assert bound(INNER["l2clip"], [{"lr": 0.1, "u": 3.0, "scope": "tensor"}]).kind == "tensor norm"
+
+
+def test_bounds_for_each_parameter() -> None:
+    numbers = {"lr": 0.5, "u": [1.0, torch.tensor([1.0, 2.0])], "d": [0.0, 0.0], "weight_decay": 0.2}
+    limit = bound(INNER["biclip"], [numbers, numbers])
+    assert limit.a[0] == pytest.approx(0.9 * 0.5 + 0.5)
+    torch.testing.assert_close(limit.a[1], torch.tensor([0.95, 1.9]))
+    start = [torch.zeros(2), torch.zeros(2)]
+    assert judge(0, [torch.tensor([0.9, 0.9]), torch.tensor([0.9, 1.8])], start, ["a", "b"], limit, {}) is None
+    found = judge(0, [torch.tensor([0.9, 0.9]), torch.tensor([1.0, 1.8])], start, ["a", "b"], limit, {})
+    assert found is not None and found.tensor == "b" and found.value == 1.0
+
+
+def test_a_norm_over_tensors_with_their_own_numbers() -> None:
+    """One tensor moves 1 a step, the other 2 but decays: first the one, then the other, is farthest in two steps."""
+    numbers = {"lr": [1e-3, 2.0], "u": [1e3, 1.0], "weight_decay": 0.45}
+    params = [torch.zeros(2), torch.zeros(2)]
+    far, none = torch.tensor([-1e6, 0.0]), torch.zeros(2)
+    for grads in ([far, none], [none, far]):
+        INNER["l2clip"].step(params, grads, [State(), State()], numbers)
+    assert math.hypot(*(float(p.norm()) for p in params)) == pytest.approx(math.sqrt(5), rel=1e-3)
+    limit = bound(INNER["l2clip"], [numbers, numbers])
+    assert judge(0, params, [torch.zeros(2), torch.zeros(2)], ["a", "b"], limit, {}) is None
+
+
+@pytest.mark.parametrize("rule", [INNER["sgd"], torch_rule(torch.optim.Adam)], ids=["sgd", "class"])
+def test_what_has_no_bound_is_judged_for_finiteness_alone(rule: Rule) -> None:
+    limit = bound(rule, [{"lr": 0.1}])
+    assert limit == Bound(None)
+    assert judge(0, [torch.tensor([1e30])], [torch.zeros(1)], ["w"], limit, {}) is None
+    assert judge(0, [torch.tensor([math.nan])], [torch.zeros(1)], ["w"], limit, {}) is not None
+
+
+def test_adam_whose_momentum_outlives_its_second_moment_has_no_bound() -> None:
+    numbers = {"lr": 0.1, "betas": (0.9, 0.81), "bias_correction": True}
+    assert bound(INNER["adam"], [numbers]) == Bound(None)
+
+
+def test_no_upper_threshold_is_no_bound_but_finiteness() -> None:
+    limit = bound(INNER["biclip"], [{"lr": 0.1, "u": math.inf, "d": 0.0}])
+    assert judge(0, [torch.tensor([1e30])], [torch.zeros(1)], ["w"], limit, {}) is None
+    assert judge(0, [torch.tensor([math.inf])], [torch.zeros(1)], ["w"], limit, {}) is not None
+
+
+def test_the_slack_is_units_in_the_last_place_of_the_parameters_type() -> None:
+    """At 1.0 and two steps: 0.1 % of b and four units, 4 eps, in the type of the parameter, not of the displacement."""
+    limit = Bound("coordinate", 1e-6, 0.0, 2)
+    for dtype in TYPES:
+        start = [torch.ones(1, dtype=dtype)]
+        wide = arithmetic(dtype)
+        allowed = 1e-6 * 1.001 + 4 * torch.finfo(dtype).eps
+        assert judge(0, [torch.tensor([allowed * 0.999], dtype=wide)], start, ["w"], limit, {}) is None
+        found = judge(0, [torch.tensor([allowed * 1.001], dtype=wide)], start, ["w"], limit, {})
+        assert found is not None and found.bound == pytest.approx(allowed, rel=1e-5)
+
+
+def test_the_slack_of_a_norm_covers_rounding_too() -> None:
+    """In bf16 a step of 0.6 units becomes a whole one in every coordinate: honest, and far beyond the plain bound."""
+    unit = torch.finfo(torch.bfloat16).eps / 2  # below 1
+    numbers = {"lr": 1.0, "u": 4 * 0.6 * unit, "weight_decay": 0.0}
+    start = [torch.ones(16, dtype=torch.bfloat16)]
+    params = [start[0].clone()]
+    for _ in range(3):
+        INNER["l2clip"].step(params, [torch.ones(16, dtype=torch.bfloat16)], [State()], numbers)
+    delta = [params[0].float() - 1]
+    limit = bound(INNER["l2clip"], [numbers] * 3)
+    assert float(delta[0].norm()) == 3 * 4 * unit > 1.5 * limit.a
+    assert judge(0, delta, start, ["w"], limit, {}) is None
+    assert judge(0, [5 * delta[0]], start, ["w"], limit, {}) is not None
+
+
+def test_an_exclusion_says_what_happened() -> None:
+    found = judge(2, [torch.tensor([0.0, -5.0])], [torch.zeros(2)], ["w"], Bound("coordinate", 1.0, 0.0, 1), {})
+    assert found is not None
+    assert found.as_dict() == {
+        "node": 2,
+        "tensor": "w",
+        "value": -5.0,
+        "bound": pytest.approx(1.001, rel=1e-5),
+        "reason": "beyond what its optimizer can move",
+    }
+    assert str(found) == "node 2: beyond what its optimizer can move in w (-5, at most 1 is possible)"
+    assert str(Exclusion(1, "w", math.nan, None, "not finite")) == "node 1: not finite in w (nan)"
+
+
+def test_the_worst_coordinate_is_named() -> None:
+    delta = torch.tensor([[2.0, 0.0], [0.0, -7.0]])
+    found = judge(
+        0,
+        [torch.zeros(1), delta],
+        [torch.zeros(1), torch.zeros(2, 2)],
+        ["a", "b"],
+        Bound("coordinate", 1.0, 0.0, 1),
+        {},
+    )
+    assert found is not None and (found.tensor, found.value) == ("b", -7.0)
+
+
+def test_tensors_without_elements_are_fine() -> None:
+    limit = Bound("coordinate", 1.0, 0.0, 1)
+    assert judge(0, [torch.zeros(0), torch.ones(1)], [torch.zeros(0), torch.zeros(1)], ["a", "b"], limit, {}) is None
+    assert judge(0, [torch.zeros(0)], [torch.zeros(0)], ["a"], limit, {}) is None
