@@ -245,7 +245,7 @@ def test_watching_counts_the_same_in_every_kernel() -> None:
 
 @pytest.mark.parametrize("without_guards", [False, True])
 def test_a_roster_notices_whatever_changes_between_steps(without_guards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strides at the same address, another type, another size, a swapped tensor; with torch's comparison and without."""
+    """Strides at the same address, another type, another size, a swapped tensor; with torch's comparison or not."""
     if without_guards:
         monkeypatch.setattr(updates, "_comparison", lambda tensors: None)
     roster, how = updates.Roster(), Step(Coordinates(0.5, 0.1), lr=0.1)

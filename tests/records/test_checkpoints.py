@@ -193,7 +193,7 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     body = json.loads((path / "manifest.json").read_text())
     del body["sha256"]
     change(body)
-    (path / "manifest.json").write_bytes(checkpoints._manifest(body))
+    (path / "manifest.json").write_bytes(checkpoints.sealed(body))
     return path
 
 

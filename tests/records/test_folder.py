@@ -190,3 +190,21 @@ def test_the_environment_is_this_one(tmp_path: Path) -> None:
     assert (facts["cuda"] is not None) == torch.cuda.is_available()
     run = Run.create(tmp_path / "run", {}, facts)
     assert run.environment == facts == json.loads((run.path / "environment.json").read_text())
+
+
+def test_a_row_that_did_not_fit_can_be_written_again(run: Run) -> None:
+    """The disk is full in the middle of the line of round 4: a file may not grow beyond its length and some bytes."""
+    resource = pytest.importorskip("resource")
+    for row in rows(1, 2, 3):
+        run.append(row, {"s": 1.0})
+    long = {"round": 4, "text": "x" * 5000}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((run.path / "history.jsonl").stat().st_size + 100, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            run.append(long, {"s": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert run.last() == 3 and [row["round"] for row in run.history()] == [1, 2, 3]
+    run.append(long, {"s": 1.0})
+    assert run.history()[-1] == long and run.last() == 4

@@ -12,10 +12,18 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from tailopt.cli import compare, list, resume, run, study
+from tailopt.cli import compare, list, resume, run, study, train, verify
 from tailopt.cli.configuration import Pairs, split
 
-COMMANDS = {"run": run, "resume": resume, "compare": compare, "list": list, "study": study}
+COMMANDS = {
+    "run": run,
+    "resume": resume,
+    "compare": compare,
+    "list": list,
+    "study": study,
+    "train": train,
+    "verify": verify,
+}
 EXAMPLE = run.EXAMPLE.splitlines()[0]
 # What a user can mend. Anything else is a mistake of ours and shows its traceback.
 EXPECTED = (ValueError, TypeError, OSError, ImportError, RuntimeError)
@@ -64,9 +72,9 @@ def _called(words: Sequence[str]) -> int:
     parser = _parser()
     pairs: Pairs = []
     rest = [*words]
-    if words and words[0] == "run":
-        rest, pairs = split(words[1:], run.OPTIONS)
-        rest = ["run", *rest]
+    if words and words[0] in ("run", "train"):
+        rest, pairs = split(words[1:], train.OPTIONS if words[0] == "train" else run.OPTIONS)
+        rest = [words[0], *rest]
     arguments = parser.parse_args(rest)
     if not hasattr(arguments, "command"):
         parser.print_help()

@@ -7,7 +7,10 @@ no step in it: `step()` returns only when its own next round begins, and until t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +19,26 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tailopt.algorithms import Algorithm
+from tailopt.clipping.shards import by_ranks, is_dtensor, local_part, over_shards
 from tailopt.engines.exchange import Exchange, Wire
+from tailopt.engines.keeping import (
+    Keeper,
+    Resumed,
+    counted,
+    described,
+    generators,
+    load_inner,
+    one_by_one,
+    restore,
+    set_generators,
+)
+from tailopt.engines.peers import shape
 from tailopt.engines.sequential import Buffers, real
 from tailopt.optimizers.biclip import BiClip
 from tailopt.optimizers.l2clip import L2Clip
+from tailopt.rounds.blocks import root, squares
 from tailopt.rounds.guard import Bound, bound
-from tailopt.rounds.participants import Chooser, Participants, Sampling, how_many
+from tailopt.rounds.participants import Chooser, Participants, Sampling, checked_weights, how_many
 from tailopt.rounds.round import Report
 from tailopt.rounds.settings import Settings
 from tailopt.rules.adagrad import ADAGRAD
@@ -38,14 +55,15 @@ class Node:
         self.params = list(params)
         self.buffers = buffers
         own = self.local()
-        self.exchange = Exchange(wire, list(names), [p.shape for p in own], [p.dtype for p in own])
+        shapes, kinds = [p.shape for p in own], [p.dtype for p in own]
+        self.exchange = Exchange(wire, list(names), shapes, kinds, _shards(wire.group, self.params), self.params)
         self.x = torch.zeros(self.exchange.layout.total, dtype=self.exchange.dtype)
         self.outer: list[State] = [{} for _ in self.exchange.segments]
         self.average: Tensor | None = None
         self.round = 0
         self._views = self.exchange.layout.views(self.x, self.exchange.shapes)
-        for view, p in zip(self._views, own, strict=True):
-            view.copy_(p)
+        self._before: dict[str, Tensor] = {}
+        torch._foreach_copy_(self._views, own)
 
     def local(self) -> list[Tensor]:
         """This rank's part of every parameter, as real tensors that share its memory."""
@@ -55,16 +73,34 @@ class Node:
     def start(self) -> None:
         """Every node's weights are node 0's: the first round starts from the same vector."""
         wire = self.exchange.wire
-        for flat in (self.x, *(self.buffers.now().values() if self.buffers else ())):
-            if flat.numel():
-                dist.broadcast(flat, dist.get_global_rank(wire.group, 0), group=wire.group)
+        buffers = self._buffers()
+        for flat in (self.x, *buffers.values()):
+            wire.broadcast(flat)
+        self._load_buffers(buffers)
         self.load()
 
     @torch.no_grad()
     def load(self) -> None:
         """Put the synchronised weights into the parameters."""
-        for view, p in zip(self._views, self.local(), strict=True):
-            p.copy_(view)
+        torch._foreach_copy_(self.local(), self._views)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """The buffers where the exchange is, on the CPU: themselves, or copies."""
+        return {name: b.cpu().contiguous() for name, b in self.buffers.now().items()} if self.buffers else {}
+
+    def _load_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Put buffers into the model, and remember how the round begins."""
+        if self.buffers:
+            self.buffers.load(values)
+            self._before = {name: b.clone() for name, b in self._buffers().items()}
+
+    def begun_buffers(self) -> Mapping[str, Tensor]:
+        """The buffers as the round began: the same on every node."""
+        return self._before
+
+    def begin_with(self, buffers: Mapping[str, Tensor]) -> None:
+        """The buffers of a round that begins."""
+        self._load_buffers(buffers)
 
     @torch.no_grad()
     def close(
@@ -83,22 +119,18 @@ class Node:
         send: the outer second moment travels with the weights.
         """
         exchange = self.exchange
-        starts = torch.zeros_like(self.x)
-        deltas = exchange.layout.views(exchange.delta, exchange.shapes)
-        begun = exchange.layout.views(starts, exchange.shapes)
-        for view, p, d, s in zip(self._views, self.local(), deltas, begun, strict=True):
-            s.copy_(view.to(p.dtype))
-            torch.sub(p.to(exchange.dtype), s, out=d)
-        buffers = self.buffers.now() if self.buffers else {}
-        report, mean = exchange.close(self.round + 1, who, self.x, starts, buffers, limits, loss, guard)
+        if exchange.wire.node in who.shares:
+            for view, p, d in zip(self._views, self.local(), exchange.deltas, strict=True):
+                # from the start in the parameter's own type: its rounding is no movement
+                torch.sub(p.to(d), view.to(p.dtype).to(d), out=d)
+        report, mean = exchange.close(self.round + 1, who, self.x, self._buffers(), limits, loss, guard, self._before)
         exchange.outer(self.x, self.outer, outer, numbers, projection)
         if send:
             self.second_moment = self._gathered("exp_avg_sq")
         self.round += 1
         if self.average is not None:
             self.average[exchange.mine].lerp_(self.x[exchange.mine], 2.0 / (self.round + 1))
-        if self.buffers:
-            self.buffers.load(mean)
+        self._load_buffers(mean)
         self.load()
         return report
 
@@ -144,8 +176,30 @@ class RuleOptimizer(Optimizer):
             states = [self.state[p] for p in params]
             if params:
                 own, grads = [real(_local(p)) for p in params], [real(_local(p.grad)) for p in params]
+                if any(map(is_dtensor, params)):
+                    numbers = {key: _shares(value, params) for key, value in numbers.items()}
+                    if self.rule.name in ("biclip-l2", "l2clip"):
+                        numbers["norm"] = _norms(params, grads, numbers.get("scope") == "tensor")
                 self.rule.step(own, grads, states, numbers)
         return loss
+
+
+def _shares(value: Any, params: Sequence[Tensor]) -> Any:
+    """A number, with tensors cut like the parameters against which they broadcast."""
+    if isinstance(value, Tensor) and value.dim():
+        value = [value] * len(params)
+    if not isinstance(value, list):
+        return value
+    cut = [isinstance(v, Tensor) and v.dim() > 0 and is_dtensor(p) for v, p in zip(value, params, strict=True)]
+    return [local_part(v, p) if c else v for v, p, c in zip(value, params, cut, strict=True)]
+
+
+def _norms(params: Sequence[Tensor], grads: Sequence[Tensor], by_tensor: bool) -> Any:
+    """The norm of a gradient of which this rank has a part, or of each of its tensors."""
+    sums = torch.tensor([squares(g) for g in grads], dtype=torch.float64)
+    for groups, members in by_ranks(params).items():
+        sums[members] = over_shards(sums[members], groups, lambda parts: parts.sum(0))
+    return [root([s]) for s in sums.tolist()] if by_tensor else root(sums.tolist())
 
 
 def _chosen(value: Any, moving: Sequence[int]) -> Any:
@@ -174,6 +228,18 @@ class NestedOptimizer(Optimizer):
         inner_state: "keep", or "reset" to make the inner optimizer's state anew in every round.
         rounds: after so many the run is `finished`; needed where not everybody takes part in every round, so that
             nobody waits for nodes that have left.
+        timeout: for how many seconds a node may show no sign of life; then all others end with `NodeLost`, which names
+            it. A slow node shows signs of life.
+        exact: refuse nodes whose torch, instruction set or number of threads differ; else that is warned of, since a
+            replay of the run could not have its exact bits.
+        run: a folder that all nodes share, for configuration, history and checkpoints. `resume` goes on from its last
+            sound checkpoint, or begins where there is none; `resumed` then says where. Build it last: it gives weights,
+            inner state, learning rates and torch's generators back.
+        checkpoint_every, keep: rounds between checkpoints, and how many are kept.
+        extra: a function of no arguments: what this node's checkpoints at the ends of rounds hold besides, such as the
+            position in the data: tensors and plain values. It comes back as `resumed.extra`.
+        describe: what else stands in the run folder's configuration.
+        loggers: functions that are given every row of the history, at the end of its round.
 
     Examples:
         Under `torchrun --nproc-per-node 2`, see examples/two_nodes.py.
@@ -198,6 +264,15 @@ class NestedOptimizer(Optimizer):
         inner_state: str = "keep",
         average: bool = False,
         rounds: int | None = None,
+        timeout: float = 60.0,
+        exact: bool = False,
+        run: str | os.PathLike[str] | None = None,
+        resume: bool = False,
+        checkpoint_every: int = 1,
+        keep: int = 3,
+        extra: Callable[[], Mapping[str, Any]] | None = None,
+        describe: Mapping[str, Any] | None = None,
+        loggers: Sequence[Callable[[dict[str, Any]], None]] = (),
         settings: Settings | None = None,
         algorithm: Algorithm | None = None,
     ) -> None:
@@ -205,31 +280,75 @@ class NestedOptimizer(Optimizer):
             raise ValueError(f"Invalid local_steps: {local_steps!r}; need a whole number, 1 or more.")
         if inner_state not in ("keep", "reset"):
             raise ValueError(f'Invalid inner_state: {inner_state!r}; need "keep" or "reset".')
+        for word, value in (("checkpoint_every", checkpoint_every), ("keep", keep)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"Invalid {word}: {value!r}; need a whole number, 1 or more.")
+        if resume and run is None:
+            raise ValueError("Invalid resume: there is no run folder to go on from. Give it as `run`.")
         if not dist.is_initialized():
             raise RuntimeError(
                 "There are no other nodes: call torch.distributed.init_process_group() first, under torchrun."
             )
         self.optimizer = optimizer
+        self._checkpoint_every, self._extra = (checkpoint_every if run is not None else None), extra
         self.local_steps, self._guard, self._projection, self._inner_state = local_steps, guard, projection, inner_state
         self._algorithm = algorithm or Algorithm(outer, "sgd", outer_settings or {}, {"ilr": 0.0})
         names, params = _named(optimizer, model)
         self._settings = settings
         self._outer_settings = settings or Settings(self._algorithm, None, names)
-        wire = Wire.of(group)
+        _shards(group, params)  # before anybody is asked: the ranks of a node have nothing to agree on
+        wire = Wire.of(group, timeout)
+        self._peers = wire.peers
+        held = Buffers(model) if model is not None else None
+        self._sampling = Sampling((), how_many(wire.nodes, participation, participants), sampling, seed)
+        self.rounds = rounds
+        if self._peers is not None:  # before the first collective: gloo ends the process where sizes differ
+            self._peers.agree(self._facts(names, params, held, average), exact)
         weights = wire.gather(torch.tensor([float(weight)], dtype=torch.float64)).reshape(-1).tolist()
-        count = how_many(wire.nodes, participation, participants)
-        self._sampling = Sampling(tuple(weights), count, sampling, seed)
-        self.node = Node(wire, names, params, Buffers(model) if model is not None else None)
+        self._sampling = replace(self._sampling, weights=checked_weights(weights, wire.nodes))
+        self.node = Node(wire, names, params, held)
         if average:
             self.node.average = torch.zeros_like(self.node.x)
         self.node.start()
-        self.rounds = rounds
         self._taken = [0] * wire.nodes  # local steps of every node
         self.history: list[dict[str, Any]] = []
         self._done: list[Numbers] = []
         self._loss = float("nan")
+        self._loggers = tuple(loggers)
         self._hooks_made()
-        self._await_own_round()
+        self.resumed: Resumed | None = None
+        self._brought: dict[str, Any] | None = {}  # what `extra` would give, while nobody can have set it up yet
+        self._keeper = self._keeper_of(run, resume, keep, participation, participants, describe)
+        if not self._gone_on(resume):
+            self._await_own_round()
+        self._brought = None
+
+    def _facts(
+        self, names: Sequence[str], params: Sequence[Tensor], buffers: Buffers | None, average: bool
+    ) -> dict[str, Any]:
+        """What must be the same on all nodes."""
+        algorithm, settings = self._algorithm, self._settings
+        shapes = [f"{name}: {shape(real(_local(p)))}" for name, p in zip(names, params, strict=True)]
+        words = ("params", "param_names")
+        groups = [{k: v for k, v in group.items() if k not in words} for group in self.optimizer.param_groups]
+        return {
+            "parameters": shapes,
+            "buffers": [f"{name}: {shape(b)}" for name, b in buffers.now().items()] if buffers else [],
+            "algorithm": algorithm.name if settings is not None else f"{type(self.optimizer).__name__} inside",
+            "outer": {"rule": algorithm.outer, **self._outer_settings.outer(1)},
+            "inner": settings.inner(1, 0) if settings is not None else groups,
+            "inner_state": self._inner_state,
+            "send_preconditioner": algorithm.send_preconditioner,
+            "local_steps": self.local_steps,
+            "rounds": self.rounds,
+            "participants": self._sampling.count,
+            "sampling": self._sampling.kind,
+            "seed": self._sampling.seed,
+            "projection": self._projection,
+            "guard": self._guard,
+            "average": average,
+            "checkpoint_every": self._checkpoint_every,
+        }
 
     def _hooks_made(self) -> None:
         """What the base class would have set; the groups and the state are the inner optimizer's."""
@@ -285,6 +404,9 @@ class NestedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One inner step; every `local_steps`-th also ends the round."""
         t = self.node.round + 1
+        if self._peers is not None:
+            self._peers.round = t
+            self._peers.check()
         if self._settings is not None:
             for group in self.optimizer.param_groups:
                 group.update(self._settings.inner(t, self._taken[self.node.exchange.wire.node] + len(self._done)))
@@ -330,6 +452,8 @@ class NestedOptimizer(Optimizer):
 
     def _close(self) -> None:
         t = self.node.round + 1
+        if self._peers is not None:
+            self._peers.round = t
         who = self._sampling.draw(t)
         report = self.node.close(
             who,
@@ -351,8 +475,147 @@ class NestedOptimizer(Optimizer):
                 "participants": who.drawn,
                 "weights": [report.used.get(i, 0.0) / times[i] for i in who.drawn],
                 "excluded": [e.as_dict() for e in report.excluded],
+                "metrics": {},
+                "statistics": {},
             }
         )
+        for logger in self._loggers:
+            logger(self.history[-1])
+        self._keep_round()
+
+    @property
+    def taken(self) -> int:
+        """Local steps that this node has taken over the whole run."""
+        return self._taken[self.node.exchange.wire.node] + len(self._done)
+
+    # ---- records ----
+
+    def checkpoint(self, extra: Mapping[str, Any] | None = None) -> bool:
+        """Write a checkpoint now, in the middle of a round or at its end; on every node, after the same local step.
+
+        Returns whether it was written: a full disk is warned of, and the run goes on with the one before. At the ends
+        of rounds they are written without asking, every `checkpoint_every` rounds.
+
+        Args:
+            extra: what of this node comes back as `resumed.extra`, such as the position in the data: tensors and plain
+                values. By default what the function `extra` gives.
+        """
+        if self._keeper is None:
+            raise ValueError("There is no run folder to write a checkpoint to. Give it as `run`.")
+        wire, count = self.node.exchange.wire, self._sampling.count
+        if not self.finished and (callable(count) or count < wire.nodes or self._sampling.kind != "uniform"):
+            raise ValueError(
+                "Not every node takes part in every round, so the others could not write their part now. Checkpoints "
+                "at the ends of rounds are written without asking; give what they should hold besides as `extra` when "
+                "the optimizer is built."
+            )
+        return self._save(len(self._done), extra)
+
+    def _keeper_of(
+        self,
+        run: str | os.PathLike[str] | None,
+        resume: bool,
+        keep: int,
+        participation: float | Chooser,
+        participants: int | None,
+        describe: Mapping[str, Any] | None,
+    ) -> Keeper | None:
+        """The run folder, opened by all nodes; None where there is none."""
+        if run is None:
+            return None
+        if self.node.exchange.shards is not None:
+            raise ValueError(
+                "Invalid run: the parameters of a node are sharded over several ranks, and their checkpoints cannot be "
+                "written yet. Leave `run` out, and save what torch.distributed.checkpoint saves."
+            )
+        sampling = self._sampling
+        facts = {
+            **described(self._algorithm, self._settings, self.optimizer),
+            "inner_state": self._inner_state,
+            "rounds": self.rounds,
+            "local_steps": self.local_steps,
+            "nodes": self.node.exchange.wire.nodes,
+            "weights": list(sampling.weights),
+            "participation": participation,
+            "participants": participants,
+            "sampling": sampling.kind,
+            "projection": self._projection,
+            "average": self.node.average is not None,
+            "guard": self._guard,
+            "seed": sampling.seed,
+            **(describe or {}),
+        }
+        keeper = Keeper(self.node.exchange.wire, Path(run), keep)
+        keeper.open(facts, resume)
+        return keeper
+
+    def _gone_on(self, resume: bool) -> bool:
+        """Go on from the last checkpoint, or write the first; whether this is in the middle of a round."""
+        if self._keeper is None:
+            return False
+        found = self._keeper.resume(self.node) if resume else None
+        if found is None:
+            self._save(0)
+            return False
+        snapshot, path = found
+        nodes, step = self.node.exchange.wire.nodes, snapshot.step or 0
+        own = restore(snapshot, self.node)
+        self.node.load()
+        if self._algorithm.send_preconditioner and self.node.round:
+            self.node.second_moment = self.node._gathered("exp_avg_sq")
+        self._taken = [*snapshot.meta["taken"], *[0] * nodes][:nodes]
+        self.history = self._keeper.history(self.node.round)
+        if own is not None:
+            self._restore_own(own, step)
+        extra = own["extra"] if own is not None else {}
+        self._brought = dict(extra)
+        if self.node.round or step:
+            self.resumed = Resumed(self.node.round, step, extra, int(snapshot.meta["writers"]), path)
+        return step > 0
+
+    def _keep_round(self) -> None:
+        if self._keeper is not None and self._checkpoint_every is not None:
+            self._keeper.record(self.history[-1])
+            if self.finished or self.node.round % self._checkpoint_every == 0:
+                self._save(0)
+
+    def _save(self, step: int, extra: Mapping[str, Any] | None = None) -> bool:
+        assert self._keeper is not None
+        return self._keeper.save(self.node, step, lambda: self._own(step, extra), self._taken)
+
+    def _own(self, step: int, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What this node keeps to itself; in the middle of a round that is more."""
+        if extra is None:
+            extra = self._brought if self._brought is not None else self._extra() if self._extra else {}
+        inner = self.optimizer.state_dict()
+        if not step and self._inner_state == "reset":
+            inner = {**inner, "state": {}}
+        own = {
+            "optimizer": inner,
+            "loss": self._loss,
+            "random": generators(self._device()),
+            "extra": dict(extra),
+        }
+        if step:
+            own["done"] = counted(self._done)
+            own["weights"] = dict(zip(self.node.exchange.names, self.node.local(), strict=True))
+            own["buffers"] = dict(self.node.buffers.now()) if self.node.buffers else {}
+        return own
+
+    @torch.no_grad()
+    def _restore_own(self, own: Mapping[str, Any], step: int) -> None:
+        load_inner(self.optimizer, own["optimizer"])
+        self._loss = own["loss"]
+        set_generators(own["random"], self._device())
+        if step:
+            self._done = one_by_one(own["done"])
+            for name, p in zip(self.node.exchange.names, self.node.local(), strict=True):
+                p.copy_(own["weights"][name])
+            if self.node.buffers:
+                self.node.buffers.load(own["buffers"])
+
+    def _device(self) -> torch.device:
+        return self.node.params[0].device if self.node.params else torch.device("cpu")
 
     def _limit(self, t: int, node: int) -> Bound:
         """How far a node can have moved: from the agreed settings, or from the steps of this node's inner optimizer."""
@@ -403,5 +666,24 @@ def _named(optimizer: Optimizer, model: torch.nn.Module | None) -> tuple[list[st
 
 def _local(p: Tensor) -> Tensor:
     """A sharded parameter's local part; any other's own memory."""
-    to_local = getattr(p, "to_local", None)
-    return (to_local() if to_local is not None else p).detach()
+    return (p.to_local() if is_dtensor(p) else p).detach()
+
+
+def _shards(across: dist.ProcessGroup | None, params: Sequence[Tensor]) -> Wire | None:
+    """The other ranks of this node, where its parameters are sharded over several."""
+    spread = {groups for groups in by_ranks(params) if groups}
+    if not spread:
+        return None
+    if len(spread) > 1 or len(next(iter(spread))) > 1:
+        raise ValueError(
+            "Invalid parameters: they are sharded over several process groups of a node; need one. "
+            "Shard all of them over one dimension of the mesh, and replicate over the others."
+        )
+    ((group,),) = spread
+    inside, nodes = (set(dist.get_process_group_ranks(g)) for g in (group, across))
+    if len(inside & nodes) > 1:
+        raise ValueError(
+            f"Invalid group: ranks {sorted(inside & nodes)} hold shards of one node, and cannot be nodes themselves. "
+            'Give the group across the nodes, such as group=mesh["node"].get_group().'
+        )
+    return Wire.of(group)

@@ -17,8 +17,9 @@ neither the number of nodes nor the topology.
 from __future__ import annotations
 
 import bisect
+import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -28,12 +29,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tailopt.clipping.operators import arithmetic
+from tailopt.clipping.shards import by_ranks, local_part
+from tailopt.engines.peers import Peers
 from tailopt.rounds.blocks import BLOCK, root
-from tailopt.rounds.guard import Bound, Exclusion, exceeded, judge
+from tailopt.rounds.guard import SLACK, Bound, Exclusion, exceeded, judge
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.round import BufferMean, EveryoneExcluded, Report
 from tailopt.rules.rule import Numbers, Rule, State, of
 
+PIECE = 4 * BLOCK  # elements: an outer rule's four arrays of them fit the cache of a core
+MESSAGE = 1 << 20  # elements at most: smaller ones cost more in turns than they gain, larger ones make others wait
 ALIGNMENT = 16  # elements: a cache line of fp32, and an even count, so that checksums can read pairs
 
 
@@ -102,33 +107,54 @@ class Wire:
     group: dist.ProcessGroup
     node: int
     nodes: int
+    peers: Peers | None = None
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None = None) -> Wire:
-        """The nodes of a process group; by default of all processes."""
+    def of(cls, group: dist.ProcessGroup | None = None, timeout: float | None = None) -> Wire:
+        """The nodes of a process group, by default of all processes; watched, where a timeout is given."""
         group = group or dist.group.WORLD
         assert group is not None
-        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+        peers = Peers(group, timeout) if timeout is not None else None
+        return cls(group, dist.get_rank(group), dist.get_world_size(group), peers)
+
+    def _watched(self, traffic: Callable[[], object]) -> None:
+        if self.peers is None:
+            traffic()
+        else:
+            self.peers.call(traffic)
 
     def gather(self, mine: Tensor) -> Tensor:
         """Everybody's small tensor, stacked in node order."""
         out = mine.new_empty((self.nodes, *mine.shape))
-        dist.all_gather(list(out.unbind(0)), mine.contiguous(), group=self.group)
+        self._watched(lambda: dist.all_gather(list(out.unbind(0)), mine.contiguous(), group=self.group))
         return out
+
+    def broadcast(self, flat: Tensor) -> None:
+        """Everybody's tensor becomes node 0's."""
+        if flat.numel():
+            self._watched(lambda: dist.broadcast(flat, dist.get_global_rank(self.group, 0), group=self.group))
 
     def swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Send outgoing[k] to node k and receive incoming[k] from it, for all others; what is empty is left out."""
+        self._watched(lambda: self._swap(outgoing, incoming))
+
+    def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         others = [(self.node + k) % self.nodes for k in range(1, self.nodes)]
         works = []
-        for k in others:
-            if incoming[k].numel():
-                works.append(dist.irecv(incoming[k], dist.get_global_rank(self.group, k), group=self.group))
-        for k in others:
-            if outgoing[k].numel():
-                works.append(dist.isend(outgoing[k], dist.get_global_rank(self.group, k), group=self.group))
+        for k, part in _messages(incoming, others):
+            works.append(dist.irecv(part, dist.get_global_rank(self.group, k), group=self.group))
+        for k, part in _messages(outgoing, others):
+            works.append(dist.isend(part, dist.get_global_rank(self.group, k), group=self.group))
         for work in works:
             if work is not None:
                 work.wait()
+
+
+def _messages(tensors: Sequence[Tensor], others: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """What goes to or comes from each, in turns: large tensors in several messages, empty ones in none."""
+    parts = {k: tensors[k].split(MESSAGE) for k in others if tensors[k].numel()}
+    for turn in range(max(map(len, parts.values()), default=0)):
+        yield from ((k, cut[turn]) for k, cut in parts.items() if turn < len(cut))
 
 
 def checksum(x: Tensor) -> int:
@@ -145,21 +171,39 @@ class Exchange:
         names: of all tensors.
         shapes: of this rank's parts of them.
         kinds: the types of the parameters; the arithmetic is in fp32, or in fp64 where all of them are.
+        shards: how to reach the other ranks of this node, where its parameters are sharded.
+        owners: then, the parameters themselves.
     """
 
     wire: Wire
     names: list[str]
     shapes: list[torch.Size]
     kinds: list[torch.dtype]
+    shards: Wire | None = None
+    owners: Sequence[Tensor] = ()
 
     def __post_init__(self) -> None:
-        (self.dtype,) = {arithmetic(kind) for kind in self.kinds}
+        kinds = {arithmetic(kind) for kind in self.kinds}
+        if len(kinds) != 1:
+            raise ValueError(f"Invalid model: parameters in {len(kinds)} types; need all in fp64, or none of them.")
+        (self.dtype,) = kinds
         self.layout = Layout(tuple(shape.numel() for shape in self.shapes), self.wire.nodes)
         self.mine = self.layout.stretch(self.wire.node)
         self.segments = self.layout.segments(self.wire.node)
         self.delta = torch.zeros(self.layout.total, dtype=self.dtype)
+        self.deltas = self.layout.views(self.delta, self.shapes)
         length = self.mine.stop - self.mine.start
-        self._received = torch.zeros(self.wire.nodes, length, dtype=self.dtype)
+        # of every node: what it moved in this stretch; this node's own is where it was formed
+        rows = torch.zeros(self.wire.nodes - 1, length, dtype=self.dtype).unbind(0)
+        here = self.wire.node
+        self._received = [*rows[:here], self.delta[self.mine], *rows[here:]]
+        self.mean = self._received[here]
+        self._blocks = [self._blocks_of(k) for k in range(self.wire.nodes)]
+        spread = by_ranks(self.owners)
+        self._sharded = {i for groups, members in spread.items() if groups for i in members}
+        if self.shards is not None:
+            sizes = self.shards.gather(torch.tensor(self.layout.sizes, dtype=torch.int64))
+            self._shard_layouts = [Layout(tuple(row), self.wire.nodes) for row in sizes.tolist()]
 
     def cut(self, flat: Tensor) -> list[Tensor]:
         """This node's stretch of a flat buffer, by tensor."""
@@ -170,27 +214,25 @@ class Exchange:
         t: int,
         who: Participants,
         x: Tensor,
-        starts: Tensor,
         buffers: Mapping[str, Tensor],
         limits: Mapping[int, Bound],
         loss: float,
         guard: bool = True,
+        before: Mapping[str, Tensor] | None = None,
     ) -> tuple[Report, dict[str, Tensor]]:
-        """Judge and add up: afterwards this node's stretch of `self.delta` is the mean displacement.
+        """Judge and add up: afterwards `self.mean` is this node's stretch of the mean displacement.
 
-        x: the synchronised weights, flat; starts: the same in the parameters' own type, as they were when the round
-        began. Returns the report, the same on every node, and the mean buffers.
+        x: the synchronised weights, flat, from which `self.delta` was formed; before: the buffers as the round began.
+        Returns the report, the same on every node, and the mean buffers.
         """
         part = self.wire.node in who.shares
-        if not part:
-            self.delta.zero_()
         heads = self._headers(t, part, loss)
-        outgoing = [self.delta[self.layout.stretch(k)] for k in range(self.wire.nodes)]
-        self.wire.swap(outgoing, list(self._received))
-        self._received[self.wire.node].copy_(self.delta[self.mine])
+        nothing = self.delta[:0]  # nobody waits for those who did not move
+        outgoing = [self.delta[self.layout.stretch(k)] if part else nothing for k in range(self.wire.nodes)]
+        self.wire.swap(outgoing, [row if k in who.shares else nothing for k, row in enumerate(self._received)])
         everyone = self._everyones(buffers)
         report = Report(steps={})
-        verdicts = self._verdicts(who, heads, starts, limits, everyone, guard)
+        verdicts = self._verdicts(who, heads, x, limits, everyone, before, guard)
         for node, share in who.shares.items():
             if node in verdicts:
                 report.excluded.append(verdicts[node])
@@ -200,9 +242,8 @@ class Exchange:
         if not any(report.used.values()):
             reasons = "; ".join(map(str, report.excluded)) or "nobody with a weight above 0 took part"
             raise EveryoneExcluded(f"Round {t}: no displacement can be used: {reasons}.")
-        whole = 1.0 if not report.excluded else sum(report.used.values())
-        mine = self.delta[self.mine]
-        _add_up(mine, {i: self._received[i] for i in report.used}, report.used, whole)
+        whole = 1.0 if not report.excluded else math.fsum(report.used.values())
+        self.mean = _added_up([self._received[i] for i in report.used], list(report.used.values()), whole)
         mean = _mean_buffers(everyone, report.used, whole, buffers)
         report.used = {i: share / whole for i, share in report.used.items()}
         return report, mean
@@ -211,17 +252,15 @@ class Exchange:
         """The outer step and the projection on this node's stretch of x; then everybody gets everybody's."""
         more: dict[str, Any] = {}
         if rule.name in ("biclip-l2", "l2clip"):
-            norms = self.norms(self.delta)
-            more["norm"] = [norms[s.tensor] for s in self.segments] if numbers.get("scope") == "tensor" else root(norms)
-            if isinstance(more["norm"], list):
-                more["norm"] = [n**0.5 for n in more["norm"]]
+            squares = self.norms(self.mean)
+            by_tensor = numbers.get("scope") == "tensor"
+            more["norm"] = [root([squares[s.tensor]]) for s in self.segments] if by_tensor else root(squares)
         own = self.cut(x)
-        delta = self.cut(self.delta)
+        delta = self._parts(self.mean)
         if own:
-            torch._foreach_neg_(delta)
-            rule.step(own, delta, states, {**self._by_segment(numbers), **more})
+            _step(rule, own, delta, states, {**self._by_segment(numbers), **more})
         if radius is not None:
-            length = root(self.norms(x))
+            length = root(self.norms(x[self.mine]))
             if length > radius and own:
                 torch._foreach_mul_(own, radius / length)
         self.share(x)
@@ -232,33 +271,38 @@ class Exchange:
         incoming = [flat[self.layout.stretch(k)] for k in range(self.wire.nodes)]
         self.wire.swap([mine] * self.wire.nodes, incoming)
 
-    def norms(self, flat: Tensor) -> list[float]:
+    def norms(self, stretch: Tensor) -> list[float]:
         """The sum of squares of every tensor, from blocks added in block order: the same on every node."""
-        return self._assembled(self.wire.gather(self._block_sums(flat[self.mine])))
+        return self._assembled(self.wire.gather(self._block_sums(stretch)))
+
+    def _parts(self, stretch: Tensor) -> list[Tensor]:
+        """This node's stretch by tensor, padding left out."""
+        return [stretch[s.start - self.mine.start : s.stop - self.mine.start] for s in self.segments]
+
+    def _blocks_of(self, node: int) -> list[int]:
+        """The tensor to which each block of a node's stretch belongs."""
+        return [s.tensor for s in self.layout.segments(node) for _ in range(-(-(s.stop - s.start) // BLOCK))]
 
     def _block_sums(self, stretch: Tensor) -> Tensor:
         """Of this node's stretch, padded to the length of the longest."""
-        sums = torch.zeros(self._most_blocks(), dtype=torch.float64)
-        k = 0
-        for s in self.segments:
-            for block in stretch[s.start - self.mine.start : s.stop - self.mine.start].split(BLOCK):
-                sums[k] = (block.double() ** 2).sum()
-                k += 1
-        return sums
-
-    def _most_blocks(self) -> int:
-        counts = [sum(-(-(s.stop - s.start) // BLOCK) for s in self.layout.segments(k)) for k in range(self.wire.nodes)]
-        return max(counts, default=0)
+        found = torch.zeros(max(map(len, self._blocks)), dtype=torch.float64)
+        sums = [(block.double() ** 2).sum() for part in self._parts(stretch) for block in part.split(BLOCK)]
+        if sums:
+            torch.stack(sums, out=found[: len(sums)])
+        return found
 
     def _assembled(self, sums: Tensor) -> list[float]:
-        """Block sums of all stretches as sums by tensor, in block order."""
+        """Block sums of all stretches as sums by tensor, in block order, then in the order of a node's ranks."""
         found = [0.0] * len(self.names)
-        for node, row in enumerate(sums.tolist()):
-            values = iter(row)
-            for s in self.layout.segments(node):
-                for _ in range(-(-(s.stop - s.start) // BLOCK)):
-                    found[s.tensor] += next(values)
-        return found
+        for tensors, row in zip(self._blocks, sums.tolist(), strict=True):
+            for tensor, value in zip(tensors, row, strict=False):  # the row is padded
+                found[tensor] += value
+        if self.shards is None:
+            return found
+        rows = self.shards.gather(torch.tensor(found, dtype=torch.float64)).tolist()
+        return [
+            _in_order(column) if i in self._sharded else column[0] for i, column in enumerate(zip(*rows, strict=True))
+        ]
 
     def _by_segment(self, numbers: Numbers) -> dict[str, Any]:
         """Numbers with an entry for each parameter, as one with an entry for each segment."""
@@ -276,11 +320,13 @@ class Exchange:
         if not isinstance(value, Tensor) or not value.dim():
             return value
         offset = self.layout.offsets[s.tensor]
-        return value.expand(self.shapes[s.tensor]).reshape(-1)[s.start - offset : s.stop - offset]
+        if s.tensor in self._sharded:
+            value = local_part(value, self.owners[s.tensor])
+        return value.expand(self.shapes[s.tensor]).reshape(-1)[s.start - offset : s.stop - offset].to(self.delta.device)
 
     def _headers(self, t: int, part: bool, loss: float) -> Tensor:
         """Everybody's header, checked: the same round, everybody once, the same number of elements."""
-        sums = [checksum(self.delta[self.layout.stretch(k)]) for k in range(self.wire.nodes)]
+        sums = [checksum(self.delta[self.layout.stretch(k)]) if part else 0 for k in range(self.wire.nodes)]
         mine = torch.tensor([t, self.wire.node, self.layout.total, int(part), _bits(loss), *sums], dtype=torch.int64)
         heads = self.wire.gather(mine)
         for k, head in enumerate(heads.tolist()):
@@ -296,15 +342,15 @@ class Exchange:
         self,
         who: Participants,
         heads: Tensor,
-        starts: Tensor,
+        x: Tensor,
         limits: Mapping[int, Bound],
         buffers: Sequence[Mapping[str, Tensor]],
+        before: Mapping[str, Tensor] | None,
         guard: bool,
     ) -> dict[int, Exclusion]:
         """Whom everybody leaves out, and why: the worst that anybody saw."""
         mine = torch.zeros(self.wire.nodes, 4, dtype=torch.float64)
-        names = [self.names[s.tensor] for s in self.segments]
-        begun = [part.to(self.kinds[s.tensor]) for part, s in zip(self.cut(starts), self.segments, strict=True)]
+        places = [*self.names, *(buffers[0] if buffers else ())]
         for node in who.shares:
             row = self._received[node]
             if node != self.wire.node and checksum(row) != int(heads[node, 5 + self.wire.node]):
@@ -312,51 +358,77 @@ class Exchange:
                 continue
             if not guard:
                 continue
-            parts = [row[s.start - self.mine.start : s.stop - self.mine.start] for s in self.segments]
-            limit = self._limit_by_segment(limits[node])
-            found = judge(node, parts, begun, names, limit, {})
+            found = self._judged(node, row, x, limits[node], buffers[node], before)
             if found is not None:
                 code = 2.0 if found.bound is None else 3.0
-                tensor = float(self.names.index(found.tensor))
+                tensor = float(places.index(found.tensor))
                 mine[node] = torch.tensor([code, tensor, found.value, found.bound or 0.0], dtype=torch.float64)
-        everyone = self.wire.gather(mine)
+        seen = self.wire.gather(mine)
+        if self.shards is not None:  # what one rank of a node saw, all of them act on
+            seen = self.shards.gather(seen).flatten(0, 1)
         verdicts: dict[int, Exclusion] = {}
         for node in who.shares:
-            rows = [row for row in everyone[:, node].tolist() if row[0]]
+            rows = [row for row in seen[:, node].tolist() if row[0]]
             if rows:
                 code, tensor, value, most = min(rows, key=lambda r: (r[0], r[1], r[3] - abs(r[2])))
                 verdicts[node] = Exclusion(
-                    node, self.names[int(tensor)], value, most if code == 3.0 else None, _REASONS[int(code)]
+                    node, places[int(tensor)], value, most if code == 3.0 else None, _REASONS[int(code)]
                 )
-            elif guard:
-                found = judge(node, [], [], [], Bound(None), buffers[node])
-                if found is not None:
-                    verdicts[node] = found
         if guard:
-            self._judge_norms(who, starts, limits, verdicts)
+            self._judge_norms(who, x, limits, verdicts)
         return verdicts
 
+    def _judged(
+        self,
+        node: int,
+        row: Tensor,
+        x: Tensor,
+        limit: Bound,
+        buffers: Mapping[str, Tensor],
+        before: Mapping[str, Tensor] | None,
+    ) -> Exclusion | None:
+        """The guard's word about a node's buffers and this stretch of its displacement; norms come later."""
+        if _plainly_within(row, limit):
+            return judge(node, [], [], [], Bound(None), buffers, before)
+        names = [self.names[s.tensor] for s in self.segments]
+        begun = [part.to(self.kinds[s.tensor]) for part, s in zip(self.cut(x), self.segments, strict=True)]
+        return judge(node, self._parts(row), begun, names, self._limit_by_segment(limit), buffers, before)
+
     def _judge_norms(
-        self, who: Participants, starts: Tensor, limits: Mapping[int, Bound], verdicts: dict[int, Exclusion]
+        self, who: Participants, x: Tensor, limits: Mapping[int, Bound], verdicts: dict[int, Exclusion]
     ) -> None:
         """Bounds on norms need all stretches: block sums are gathered, and everybody decides alike."""
         for node in who.shares:
             limit = limits[node]
             if limit.kind not in ("norm", "tensor norm"):
                 continue
-            squares = self._assembled(self.wire.gather(self._block_sums(self._received[node])))
-            if node in verdicts:
+            squares = self.norms(self._received[node])
+            whole = limit.kind == "norm"
+            moved = [root(squares)] if whole else [root([s]) for s in squares]
+            if node in verdicts or all(length <= float(of(limit.a, i)) for i, length in enumerate(moved)):
                 continue
-            moved = [root(squares)] if limit.kind == "norm" else [s**0.5 for s in squares]
-            tensors = [v.to(k) for v, k in zip(self.layout.views(starts, self.shapes), self.kinds, strict=True)]
-            groups = [tensors] if limit.kind == "norm" else [[t] for t in tensors]
+            tensors = self._begun(x)
+            groups = [[piece for pieces in tensors for piece in pieces]] if whole else tensors
             for i, (length, group) in enumerate(zip(moved, groups, strict=True)):
-                own = Bound(limit.kind, of(limit.a, i), of(limit.c, i), limit.steps) if len(groups) > 1 else limit
+                own = limit if whole else Bound(limit.kind, of(limit.a, i), of(limit.c, i), limit.steps)
                 most = exceeded(length, group, own)
                 if most is not None:
-                    name = "all tensors" if limit.kind == "norm" else self.names[i]
+                    name = "all tensors" if whole else self.names[i]
                     verdicts[node] = Exclusion(node, name, length, most, _REASONS[3])
                     break
+
+    def _begun(self, x: Tensor) -> list[list[Tensor]]:
+        """Where the round began, by tensor, in the parameters' own types: the parts of all ranks of this node."""
+        if self.shards is None:
+            return [[v.to(kind)] for v, kind in zip(self.layout.views(x, self.shapes), self.kinds, strict=True)]
+        padded = x.new_zeros(max(layout.total for layout in self._shard_layouts))
+        padded[: x.numel()] = x
+        rows = list(zip(self._shard_layouts, self.shards.gather(padded), strict=True))
+        found = []
+        for i, kind in enumerate(self.kinds):
+            ranks = rows if i in self._sharded else rows[:1]
+            found.append([row[at.offsets[i] : at.offsets[i] + at.sizes[i]].to(kind) for at, row in ranks])
+        return found
 
     def _limit_by_segment(self, limit: Bound) -> Bound:
         if limit.kind != "coordinate":
@@ -367,27 +439,72 @@ class Exchange:
     def _everyones(self, buffers: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """The buffers of every node. They are small; every node adds them up by itself."""
         found: list[dict[str, Tensor]] = [{} for _ in range(self.wire.nodes)]
-        for name, buffer in buffers.items():
-            plain = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-            for node, value in enumerate(self.wire.gather(plain.reshape(-1)).unbind(0)):
-                value = value.view(plain.shape)
-                found[node][name] = torch.view_as_complex(value) if buffer.is_complex() else value
-        return found
+        plain = {name: torch.view_as_real(b.resolve_conj()) if b.is_complex() else b for name, b in buffers.items()}
+        for kind in dict.fromkeys(b.dtype for b in plain.values()):  # one message a type, however many buffers
+            names = [name for name, b in plain.items() if b.dtype == kind]
+            rows = self.wire.gather(torch.cat([plain[name].reshape(-1) for name in names]))
+            for name, parts in zip(names, rows.split([plain[name].numel() for name in names], dim=1), strict=True):
+                for node, part in enumerate(parts):
+                    value = part.view(plain[name].shape)
+                    found[node][name] = torch.view_as_complex(value) if buffers[name].is_complex() else value
+        return [{name: one[name] for name in buffers} for one in found]
 
 
 _REASONS = {1: "damaged on the way", 2: "not finite", 3: "beyond what its optimizer can move"}
 
 
-def _add_up(mine: Tensor, received: Mapping[int, Tensor], shares: Mapping[int, float], whole: float) -> None:
-    """mine <- the weighted mean: the first, then one after another with two roundings each."""
-    for number, (node, share) in enumerate(shares.items()):
-        scaled = received[node].mul_(share)
-        if number == 0:
-            mine.copy_(scaled)
-        else:
-            mine.add_(scaled)
-    if whole != 1.0:
-        mine.div_(torch.tensor(whole, dtype=torch.float64).to(mine))
+def _plainly_within(row: Tensor, limit: Bound) -> bool:
+    """Whether one pass shows that the guard would find nothing: all finite, and below the least bound there is.
+
+    Half the slack leaves room for the roundings of the exact test, which costs a dozen passes.
+    """
+    if not row.numel():
+        return True
+    low, high = map(float, torch.aminmax(row))
+    top = max(-low, high)
+    if not top < math.inf:  # NaN too
+        return False
+    if limit.kind != "coordinate":
+        return True
+    floors = limit.a if isinstance(limit.a, list) else [limit.a]
+    return not any(isinstance(a, Tensor) for a in floors) and top <= min(floors) * (1 + SLACK / 2)
+
+
+def _added_up(rows: Sequence[Tensor], shares: Sequence[float], whole: float) -> Tensor:
+    """The weighted mean: the first, then one after another with two roundings each. In the memory of the first."""
+    scaled = rows[0].new_empty(min(rows[0].numel(), MESSAGE // 4))  # what stays in the cache is not written back
+    over = torch.tensor(whole, dtype=torch.float64).to(scaled)
+    for mean, *others in zip(*(row.split(MESSAGE // 4) for row in rows), strict=True):
+        mean.mul_(shares[0])
+        for part, share in zip(others, shares[1:], strict=True):
+            mean.add_(torch.mul(part, share, out=scaled[: part.numel()]))
+        if whole != 1.0:
+            mean.div_(over)
+    return rows[0]
+
+
+def _step(
+    rule: Rule, own: Sequence[Tensor], delta: Sequence[Tensor], states: Sequence[State], numbers: Numbers
+) -> None:
+    """The outer step on the negated displacement, which is used up.
+
+    A rule with state goes piece by piece, once it has it: several passes over what then is in the cache, and no
+    temporary tensors of the size of a parameter; less than half the time. It is elementwise, so the bits are the same.
+    """
+    names = rule.state_names
+    if not names or any(name not in state for state in states for name in names):
+        torch._foreach_neg_(list(delta))
+        rule.step(own, delta, states, numbers)
+        return
+    for i, (x, d, state) in enumerate(zip(own, delta, states, strict=True)):
+        mine = {key: of(value, i) for key, value in numbers.items()}
+        rest = {key: value for key, value in state.items() if key not in names}
+        for k in range(0, max(x.numel(), 1), PIECE):
+            cut = slice(k, k + PIECE)
+            piece = {**rest, **{name: state[name][cut] for name in names}}
+            here = {key: v[cut] if isinstance(v, Tensor) and v.dim() else v for key, v in mine.items()}
+            rule.step([x[cut]], [d[cut].neg_()], [piece], here)
+        state.update({key: piece[key] for key in rest})  # counters; the tensors were changed where they are
 
 
 def _mean_buffers(
@@ -397,6 +514,14 @@ def _mean_buffers(
     for node, share in shares.items():
         mean.add(everyone[node], share)
     return mean.result(whole, like)
+
+
+def _in_order(values: Sequence[float]) -> float:
+    """One rounded addition after another; Python's own `sum` compensates from version 3.12 on."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
 
 
 def _bits(value: float) -> int:

@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ __all__ = [
     "DamagedCheckpoint",
     "Snapshot",
     "digest",
+    "every",
     "latest",
     "load",
     "load_latest",
@@ -112,7 +113,7 @@ def save(
         >>> load(path).nodes
         {3: {'steps': tensor(60)}}
     """
-    name = _folder_name(round, step)
+    name = folder_name(round, step)
     if type(shards) is not int or shards < 1:
         raise ValueError(f"Invalid shards: got {shards!r}; need an int of 1 or more. Leave it out for one file.")
     if strange := [node for node in nodes or {} if type(node) is not int or node < 0]:
@@ -121,15 +122,11 @@ def save(
     own = {node: plain((nodes or {})[node], f"nodes[{node}]") for node in sorted(nodes or {})}
     plain_meta = encode(dict(meta or {}), "meta")
 
-    parent = Path(run_folder) / FOLDER
-    if not parent.is_dir():
-        parent.mkdir(parents=True)
-        disk.sync(parent.parent)
-    fresh = disk.hidden(parent / name)
-    fresh.mkdir()
+    fresh = place(run_folder, name)
+    parent = fresh.parent
     try:
-        sources = {_global_file(i, shards): (shared, split(shared, i, shards)) for i in range(shards)}
-        sources |= {_node_file(node): (its, split(its, 0, 1)) for node, its in own.items()}
+        sources = {global_file(i, shards): (shared, split(shared, i, shards)) for i in range(shards)}
+        sources |= {node_file(node): (its, split(its, 0, 1)) for node, its in own.items()}
         written = {file: write_file(fresh / file, *source) for file, source in sources.items()}
         globals_ = {file: pieces for file, pieces in written.items() if file.startswith("global")}
         body = {
@@ -137,24 +134,32 @@ def save(
             "round": round,
             "step": step,
             "shards": shards,
-            "tensors": _entries(shared, globals_),
-            "nodes": {str(node): _entries(its, {(f := _node_file(node)): written[f]}) for node, its in own.items()},
+            "tensors": entries(shared, globals_),
+            "nodes": {str(node): entries(its, {(f := node_file(node)): written[f]}) for node, its in own.items()},
             "meta": plain_meta,
         }
         for file in written:  # after all are written, so that the disk may order them as it likes
             disk.sync(fresh / file)
-        (fresh / MANIFEST).write_bytes(_manifest(body))
+        (fresh / MANIFEST).write_bytes(sealed(body))
         disk.sync(fresh / MANIFEST)
         disk.sync(fresh)
-        _put_in_place(fresh, parent / name)
+        put_in_place(fresh, parent / name)
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
     return parent / name
 
 
-def load(path: str | os.PathLike[str]) -> Snapshot:
+Wanted = Callable[[int | None, str, int, int], bool]
+
+
+def load(path: str | os.PathLike[str], wanted: Wanted | None = None) -> Snapshot:
     """Read a checkpoint and check all of it.
+
+    Args:
+        path: its folder.
+        wanted: (node or None for what all share, name, start, stop) -> whether to read that range of a tensor's flat
+            elements, for readers that need a part. The other elements are undefined and unchecked.
 
     Raises:
         DamagedCheckpoint: a file or a tensor is not what was written; the message says which.
@@ -163,11 +168,11 @@ def load(path: str | os.PathLike[str]) -> Snapshot:
     """
     folder = Path(path)
     if not folder.is_dir():
-        near = [p.name for p in _in_order(folder.parent)]
+        near = [p.name for p in in_order(folder.parent)]
         raise FileNotFoundError(
             f"There is no checkpoint {folder}; beside it there are: {known(near)}. Pass one of these."
         )
-    body = _read_manifest(folder)
+    body = manifest(folder)
     try:
         tensors, files = _plan(body)
         snapshot = Snapshot(int(body["round"]), body["step"], tensors.pop(None), {}, decode(body["meta"]))
@@ -176,13 +181,21 @@ def load(path: str | os.PathLike[str]) -> Snapshot:
     snapshot.nodes.update((node, its) for node, its in tensors.items() if node is not None)
     _check_files(folder, files)
     for file, (node, pieces) in files.items():
-        read_file(folder / file, snapshot.tensors if node is None else snapshot.nodes[node], pieces)
+        own = snapshot.tensors if node is None else snapshot.nodes[node]
+        skip = {p.name for p in pieces if wanted is not None and not wanted(node, p.name, p.start, p.stop)}
+        if not pieces or len(skip) < len(pieces):
+            read_file(folder / file, own, pieces, skip)
     return snapshot
+
+
+def every(run_folder: str | os.PathLike[str]) -> list[Path]:
+    """The checkpoints of a run, sound or not, oldest first."""
+    return in_order(Path(run_folder) / FOLDER)
 
 
 def latest(run_folder: str | os.PathLike[str]) -> Path | None:
     """The newest checkpoint of a run, sound or not; None where there is none."""
-    return next(reversed(_in_order(Path(run_folder) / FOLDER)), None)
+    return next(reversed(in_order(Path(run_folder) / FOLDER)), None)
 
 
 def load_latest(run_folder: str | os.PathLike[str]) -> Snapshot | None:
@@ -191,7 +204,7 @@ def load_latest(run_folder: str | os.PathLike[str]) -> Snapshot | None:
     Damaged newer ones are passed over with a warning. Where all of them are damaged that is an error: to begin again is
     for the user to decide.
     """
-    paths = _in_order(Path(run_folder) / FOLDER)
+    paths = in_order(Path(run_folder) / FOLDER)
     for path in reversed(paths):
         try:
             return load(path)
@@ -206,32 +219,46 @@ def load_latest(run_folder: str | os.PathLike[str]) -> Snapshot | None:
 
 
 def prune(run_folder: str | os.PathLike[str], keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what killed writes left behind."""
+    """Remove all but the newest `keep` checkpoints, and what killed writes left behind.
+
+    The newest at the end of a round stays too, however many in the middle of one came after it: another number of
+    nodes can go on from nothing else.
+    """
     if type(keep) is not int or keep < 1:
         raise ValueError(f"Invalid keep: got {keep!r}; need an int of 1 or more. Keep at least the newest.")
     parent = Path(run_folder) / FOLDER
-    paths = _in_order(parent)
+    paths = in_order(parent)
     for path in paths:
         if path.suffix == ".old" and path.with_suffix("") in paths:
             disk.remove(path)  # it was replaced; the kill came before its removal
-    for path in _in_order(parent)[:-keep]:
-        disk.remove(path)
+    paths = in_order(parent)
+    whole = [path for path in paths if at(path)[1] == 0]
+    for path in paths[:-keep]:
+        if path not in whole[-1:]:
+            disk.remove(path)
     for leftover in parent.glob(".round-*"):
         shutil.rmtree(leftover)
 
 
-def rewind(run_folder: str | os.PathLike[str], round: int) -> None:
-    """Remove the checkpoints after `round`: damaged ones that were passed over must not outlive the good ones."""
-    for path in _in_order(Path(run_folder) / FOLDER):
-        match = _NAME.fullmatch(path.name)
-        if match and (int(match[1]), int(match[2] or 0)) > (round, 0):
+def rewind(run_folder: str | os.PathLike[str], round: int, step: int = 0) -> None:
+    """Remove the checkpoints after a moment: damaged ones that were passed over must not outlive the good ones."""
+    for path in in_order(Path(run_folder) / FOLDER):
+        if at(path) > (round, step):
             disk.remove(path)
 
 
 # Names and places
 
 
-def _folder_name(round: int, step: int | None) -> str:
+def at(path: Path) -> tuple[int, int]:
+    """The moment of a checkpoint, by its name: completed rounds, and local steps of the next."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 0)
+
+
+def folder_name(round: int, step: int | None) -> str:
+    """The name of a checkpoint."""
     if type(round) is not int or round < 0:
         raise ValueError(
             f"Invalid round: got {round!r}; need an int of 0 or more. Pass the number of completed rounds."
@@ -243,15 +270,28 @@ def _folder_name(round: int, step: int | None) -> str:
     return f"round-{round:06d}-step-{step:04d}"
 
 
-def _global_file(index: int, shards: int) -> str:
+def global_file(index: int, shards: int) -> str:
+    """The file of what all share, or of a part of it."""
     return f"global-{index:05d}-of-{shards:05d}.safetensors"
 
 
-def _node_file(node: int) -> str:
+def node_file(node: int) -> str:
+    """The file of what a node keeps to itself."""
     return f"node-{node:04d}.safetensors"
 
 
-def _in_order(parent: Path) -> list[Path]:
+def place(run_folder: str | os.PathLike[str], name: str) -> Path:
+    """A fresh hidden folder, in which a checkpoint of that name is to be written."""
+    parent = Path(run_folder) / FOLDER
+    if not parent.is_dir():
+        parent.mkdir(parents=True)
+        disk.sync(parent.parent)
+    fresh = disk.hidden(parent / name)
+    fresh.mkdir()
+    return fresh
+
+
+def in_order(parent: Path) -> list[Path]:
     """Checkpoints, oldest first; of two of one moment the one that was being replaced."""
     found = []
     for path in parent.iterdir() if parent.is_dir() else ():
@@ -261,7 +301,7 @@ def _in_order(parent: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def _put_in_place(fresh: Path, path: Path) -> None:
+def put_in_place(fresh: Path, path: Path) -> None:
     """Rename a finished folder to its name. The one there is renamed, to a name that counts, until that is done."""
     old = path.with_name(path.name + ".old")
     if path.exists():
@@ -289,43 +329,53 @@ def _check_files(folder: Path, files: Mapping[str, tuple[_Owner, list[Piece]]]) 
 # The manifest
 
 
-def _entries(tensors: Mapping[str, Tensor], files: Mapping[str, list[Piece]]) -> dict[str, Any]:
+def entries(tensors: Mapping[str, Tensor], files: Mapping[str, list[Piece]]) -> dict[str, Any]:
     """What the manifest says of tensors, in the order in which they were given."""
-    entries: dict[str, Any] = {
+    found: dict[str, Any] = {
         name: {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "pieces": []}
         for name, tensor in tensors.items()
     }
     for file, pieces in files.items():
         for p in pieces:
-            entries[p.name]["pieces"].append({"file": file, "start": p.start, "stop": p.stop, "sha256": p.sha256})
-    return entries
+            found[p.name]["pieces"].append(listed(file, p))
+    return found
 
 
-def _manifest(body: Mapping[str, Any]) -> bytes:
-    """The manifest's bytes: JSON, whose first line is the digest of the rest."""
+def listed(file: str, piece: Piece) -> dict[str, Any]:
+    """What the manifest says of one piece."""
+    return {"file": file, "start": piece.start, "stop": piece.stop, "sha256": piece.sha256}
+
+
+def sealed(body: Mapping[str, Any]) -> bytes:
+    """A manifest's bytes: JSON, whose first line is the digest of the rest."""
     lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in body.items())
     rest = (",\n".join(lines) + "}\n").encode()
-    return _first_line(rest) + rest
+    return _seal(rest) + rest
 
 
-def _first_line(rest: bytes) -> bytes:
+def _seal(rest: bytes) -> bytes:
     return f'{{"sha256": "{hashlib.sha256(rest).hexdigest()}",\n'.encode()
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
+def opened(path: Path) -> dict[str, Any]:
+    """What was sealed in a file."""
     if not path.is_file():
         raise damaged(path, "is missing")
     first, newline, rest = path.read_bytes().partition(b"\n")
-    if first + newline != _first_line(rest):
+    if first + newline != _seal(rest):
         raise damaged(path, "does not fit the digest in its first line")
-    body = json.loads(first + newline + rest)
+    return dict(json.loads(first + newline + rest))
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint; `meta` as it was encoded."""
+    body = opened(folder / MANIFEST)
     if body["format"] > FORMAT:
         raise ValueError(
             f"Checkpoint {folder} has format {body['format']}, this tailopt reads formats up to {FORMAT}. "
             "Upgrade tailopt-torch."
         )
-    return dict(body)
+    return body
 
 
 def _plan(body: Mapping[str, Any]) -> tuple[dict[_Owner, dict[str, Tensor]], dict[str, tuple[_Owner, list[Piece]]]]:
@@ -333,8 +383,8 @@ def _plan(body: Mapping[str, Any]) -> tuple[dict[_Owner, dict[str, Tensor]], dic
     owners: dict[_Owner, Mapping[str, Any]] = {None: body["tensors"]}
     owners |= {int(node): entries for node, entries in body["nodes"].items()}
     files: dict[str, tuple[_Owner, list[Piece]]]
-    files = {_global_file(i, body["shards"]): (None, []) for i in range(body["shards"])}
-    files |= {_node_file(node): (node, []) for node in owners if node is not None}
+    files = {global_file(i, body["shards"]): (None, []) for i in range(body["shards"])}
+    files |= {node_file(node): (node, []) for node in owners if node is not None}
     tensors: dict[_Owner, dict[str, Tensor]] = {owner: {} for owner in owners}
     for owner, entries in owners.items():
         for name, entry in entries.items():

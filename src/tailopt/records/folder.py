@@ -100,19 +100,25 @@ class Run:
             raise ValueError(f"Invalid row: got round={number!r}; need an int. Say which round the row is about.")
         if "round" in seconds:
             raise ValueError(f"Invalid seconds: got the key 'round' ({seconds['round']!r}); the row has it. Rename it.")
+        last = self.last()
+        if number <= last:
+            raise ValueError(
+                f"Invalid row: got round={number}; need more than {last}, the last round in {self.path}. "
+                f"Call rewind({number - 1}) first to run it again."
+            )
+        lines = history.line(row), history.line({**seconds, "round": number})  # both are sound before one is written
+        self._last = None  # where the disk is full, what got there is mended and counted before the next row
+        for name, data in zip((HISTORY, TIMES), lines, strict=True):
+            history.write(self.path / name, data)
+        self._last = number
+
+    def last(self) -> int:
+        """The round of the last row; -1 where there is none. For the process that writes: torn lines are cut off."""
         if self._last is None:
             for name in (HISTORY, TIMES):
                 history.mend(self.path / name)
             self._last = max(history.rounds(self.path / HISTORY), default=-1)
-        if number <= self._last:
-            raise ValueError(
-                f"Invalid row: got round={number}; need more than {self._last}, the last round in {self.path}. "
-                f"Call rewind({number - 1}) first to run it again."
-            )
-        lines = history.line(row), history.line({**seconds, "round": number})  # both are sound before one is written
-        for name, data in zip((HISTORY, TIMES), lines, strict=True):
-            history.write(self.path / name, data)
-        self._last = number
+        return self._last
 
     def history(self) -> list[dict[str, Any]]:
         """All rows, as they were appended; tuples were refused, so they are equal to what was given."""

@@ -67,6 +67,22 @@ def unpack(tensors: Mapping[str, Tensor], packed: Any) -> Any:
     return {key: unpack(tensors, item) for key, item in packed.items()}
 
 
+def names(packed: Any) -> list[str]:
+    """The tensors that a packed state is made of, in its order.
+
+    Examples:
+        >>> names({"lr": 0.1, "moments": [{"$tensor": "state.moments[0]"}]})
+        ['state.moments[0]']
+    """
+    if type(packed) is list:
+        return [name for item in packed for name in names(item)]
+    if type(packed) is not dict:
+        return []
+    if packed.keys() == {"$tensor"}:
+        return [packed["$tensor"]]
+    return [name for item in packed.values() for name in names(item)]
+
+
 def _packed(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """The plain rest of a value; its tensors are added to `tensors`."""
     if value is None or type(value) in (bool, int, str):

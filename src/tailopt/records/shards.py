@@ -11,7 +11,8 @@ import ctypes
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,24 +144,29 @@ def header(pieces: Iterable[Piece]) -> bytes:
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor], pieces: list[Piece]) -> list[Piece]:
-    """Write one file; the pieces come back with their digests."""
+    """Write one file; the pieces come back with their digests. Tensors are whole, or just the elements of the piece."""
     with path.open("wb") as file:
         file.write(header(pieces))
         done = []
         for piece in pieces:
-            data = memory(tensors[piece.name])[piece.bytes]
+            data, length = memory(tensors[piece.name]), piece.bytes.stop - piece.bytes.start
+            if len(data) > length:
+                data = data[piece.bytes]
             file.write(data)
             done.append(piece._replace(sha256=hashlib.sha256(data).hexdigest()))
     return done
 
 
-def read_file(path: Path, tensors: Mapping[str, Tensor], pieces: list[Piece]) -> None:
-    """Fill tensors from one file that should hold just these pieces."""
+def read_file(path: Path, tensors: Mapping[str, Tensor], pieces: list[Piece], skip: Collection[str] = ()) -> None:
+    """Fill tensors from one file that should hold just these pieces; those of `skip` are not read."""
     with path.open("rb") as file:
         expected = header(pieces)
         if file.read(len(expected)) != expected:
             raise damaged(path, f"lists other tensors than the manifest, which has {known(p.name for p in pieces)}")
         for piece in pieces:
+            if piece.name in skip:
+                file.seek(piece.bytes.stop - piece.bytes.start, os.SEEK_CUR)
+                continue
             data = memory(tensors[piece.name])[piece.bytes]
             file.readinto(data)
             if (found := hashlib.sha256(data).hexdigest()) != piece.sha256:

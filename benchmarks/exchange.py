@@ -1,0 +1,213 @@
+"""What ending a round costs over loopback, as ratios to a bare gloo all_reduce of the same bytes.
+
+    python benchmarks/exchange.py [--runs 5] [--repetitions 15] [--write]
+
+    the exchange alone   stretches to their owners, the sum in node order, new weights back
+    the whole round      displacement, checksum, guard, exchange, outer step (Nesterov), load
+
+Every process is a node with one thread. In a repetition all competitors take turns in random order, the same on every
+node, each behind a barrier; a time is that of the slowest node, and a ratio is formed inside a repetition. A run is the
+median over its repetitions; one whose control, a second bare all_reduce, is off by more than 5 % does not count and is
+repeated. What is reported is the median over the runs that count, with the least and the most. --write puts the tables
+into benchmarks/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from cpu_step import RESULTS, TOLERANCE, gpt2_shapes, machine
+
+from tailopt.engines import exchange as engine
+from tailopt.engines.distributed import Node
+from tailopt.engines.exchange import Wire
+from tailopt.rounds.guard import Bound
+from tailopt.rounds.participants import Sampling
+from tailopt.rules.table import OUTER
+
+SHAPES = {"2.1M": gpt2_shapes(4, 128, 4, 9984, 256), "25M": gpt2_shapes(5, 512, 4, 16384, 1024)}
+BARE, CONTROL, ALONE, ROUND = "all_reduce", "all_reduce again", "the exchange alone", "the whole round"
+GOALS = {
+    (ALONE, "2.1M", 2): 1.3,
+    (ALONE, "2.1M", 4): 1.3,
+    (ALONE, "25M", 2): 1.15,
+    (ALONE, "25M", 4): 1.15,
+    (ROUND, "2.1M", 2): 2.3,
+    (ROUND, "2.1M", 4): 2.1,
+    (ROUND, "25M", 2): 2.3,
+    (ROUND, "25M", 4): 1.8,
+}
+MOVED = 1e-3  # at most, by a coordinate in a round: what the guard is told
+
+
+def competitors(size: str) -> tuple[dict[str, Callable[[], None]], Callable[[], None]]:
+    """What is timed, and what a node does before a round: it moves."""
+    wire = Wire.of()
+    source = torch.Generator().manual_seed(wire.node)
+    params = [torch.randn(shape, generator=source) for shape in SHAPES[size]]
+    noise = [torch.rand(shape, generator=source).sub_(0.5).mul_(MOVED) for shape in SHAPES[size]]
+    node = Node(wire, [str(i) for i in range(len(params))], params, None)
+    node.start()
+    who = Sampling((1.0,) * wire.nodes, wire.nodes, "uniform", 0).draw(1)
+    limits = {k: Bound("coordinate", MOVED, 0.0, 1) for k in who.shares}
+    outer = OUTER["nesterov"]
+    numbers = {"lr": 0.7, "momentum": 0.9}
+    part = node.exchange
+    flat = torch.zeros(part.layout.total)
+
+    def alone() -> None:
+        part.wire.swap([part.delta[part.layout.stretch(k)] for k in range(wire.nodes)], part._received)
+        part.mean = engine._added_up(part._received, list(who.shares.values()), 1.0)
+        part.share(node.x)
+
+    def whole() -> None:
+        report = node.close(who, limits, outer, numbers)
+        assert not report.excluded
+
+    def move() -> None:
+        torch._foreach_add_(params, noise)
+
+    bare = {name: lambda: dist.all_reduce(flat) for name in (BARE, CONTROL)}
+    return {**bare, ALONE: alone, ROUND: whole}, move
+
+
+def run(steps: dict[str, Callable[[], None]], move: Callable[[], None], repetitions: int) -> list[dict[str, float]]:
+    """The slowest node's time of each competitor, by repetition; the same list on every node."""
+    rows = []
+    for _ in range(repetitions):
+        row: dict[str, float] = {}
+        move()
+        for name in random.sample(list(steps), len(steps)):
+            dist.barrier()
+            start = time.perf_counter()
+            steps[name]()
+            row[name] = time.perf_counter() - start
+        times = torch.tensor([row[name] for name in steps], dtype=torch.float64)
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        rows.append(dict(zip(steps, times.tolist(), strict=True)))
+    return rows
+
+
+def medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    """The ratio of each competitor to the bare all_reduce, and the time of that in milliseconds."""
+    found = {name: statistics.median(row[name] / row[BARE] for row in rows) for name in rows[0] if name != BARE}
+    return {**found, BARE: statistics.median(row[BARE] for row in rows) * 1e3}
+
+
+def node_main(rank: int, nodes: int, size: str, store: str, runs: int, repetitions: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=nodes)
+    random.seed(0)  # the same order on every node
+    steps, move = competitors(size)
+    run(steps, move, 3)  # warm: connections, caches, the outer state
+    good: list[dict[str, float]] = []
+    thrown = 0
+    while len(good) < runs and thrown <= 10 * runs:
+        found = medians(run(steps, move, repetitions))
+        if abs(found[CONTROL] - 1) <= TOLERANCE:
+            good.append(found)
+        else:
+            thrown += 1
+        if rank == 0:
+            print(f"  {nodes} x {size}, run {len(good)} of {runs}: control {found[CONTROL]:.3f}", file=sys.stderr)
+    if rank == 0:
+        print(json.dumps({"good": good, "thrown": thrown}), flush=True)
+    dist.destroy_process_group()
+
+
+def measure(nodes: int, size: str, runs: int, repetitions: int) -> tuple[list[dict[str, float]], int]:
+    """Medians of the runs that count, from real processes, and how many were thrown away."""
+    with tempfile.TemporaryDirectory() as here:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        processes = []
+        for rank in range(nodes):
+            command = [sys.executable, __file__, "--node", str(rank), str(nodes), size, f"{here}/store"]
+            command += ["--runs", str(runs), "--repetitions", str(repetitions)]
+            processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        try:
+            printed = [process.communicate()[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    if any(process.returncode for process in processes):
+        raise SystemExit(f"{nodes} x {size}: a node ended with an error.")
+    found = json.loads(printed[0])
+    return found["good"], found["thrown"]
+
+
+def rows_of(nodes: int, size: str, good: list[dict[str, float]], thrown: int) -> list[str]:
+    """The lines of a table."""
+    lines = []
+    for name in (ALONE, ROUND):
+        start = f"| {name} | {nodes} x {size} |"
+        goal = f"<= {GOALS[name, size, nodes]}"
+        if good:
+            lines.append(
+                f"{start} {spread(good, name)} | {goal} | {spread(good, CONTROL)} | "
+                f"{statistics.median(run[BARE] for run in good):.3g} | {len(good)}, {thrown} |"
+            )
+        else:
+            lines.append(f"{start} not known | {goal} | | | 0, {thrown} |")
+    return lines
+
+
+def spread(good: list[dict[str, float]], name: str) -> str:
+    values = [run[name] for run in good]
+    return f"**{statistics.median(values):.2f}** [{min(values):.2f}, {max(values):.2f}]"
+
+
+def put(text: str) -> None:
+    """The text into its section of RESULTS.md, which is made where it is not there."""
+    begin, end = "<!-- exchange:begin -->", "<!-- exchange:end -->"
+    old = RESULTS.read_text()
+    if begin not in old:
+        old = old.rstrip("\n") + f"\n\n## The exchange between real nodes\n\n{begin}\n{end}\n"
+    RESULTS.write_text(old[: old.index(begin) + len(begin)] + "\n" + text + old[old.index(end) :])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=15, help="of all competitors in a run")
+    parser.add_argument("--nodes", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--sizes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/RESULTS.md")
+    parser.add_argument("--node", nargs=4, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.node:
+        rank, nodes, size, store = arguments.node
+        node_main(int(rank), int(nodes), size, store, arguments.runs, arguments.repetitions)
+        return
+    lines = [
+        f"`python benchmarks/exchange.py --write`: {machine()} {arguments.repetitions} repetitions a run; load "
+        f"{os.getloadavg()[0]:.1f} at the start.",
+        "",
+        "| | nodes x parameters | ratio to all_reduce: median [least, most] | goal | control | all_reduce, ms "
+        "| runs counted, thrown away |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    print("\n".join(lines), flush=True)
+    for size in arguments.sizes:
+        for nodes in arguments.nodes:
+            more = rows_of(nodes, size, *measure(nodes, size, arguments.runs, arguments.repetitions))
+            print("\n".join(more), flush=True)
+            lines += more
+    if arguments.write:
+        put("\n".join([*lines, ""]))
+        print(f"wrote {RESULTS}")
+
+
+if __name__ == "__main__":
+    main()

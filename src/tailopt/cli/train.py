@@ -1,0 +1,108 @@
+"""`tailopt train`: a task and an algorithm on real nodes, one process each, under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tailopt.cli.configuration import Configuration, Pairs, override, read, resolve, sections
+from tailopt.cli.run import OPTIONS as RUN_OPTIONS
+from tailopt.cli.tables import word
+from tailopt.engines.peers import connect
+from tailopt.engines.verify import train
+
+OPTIONS = {**RUN_OPTIONS, "--resume": False, "--timeout": True}
+EXAMPLE = """\
+  torchrun --nproc-per-node 3 -m tailopt train --task syntoken --algorithm avg-biclip --ilr 0.5 --i_u 0.1 --i_d 0.01 \\
+    --rounds 10 --out runs/real"""
+
+
+def add(commands: Any) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "train",
+        help="the same on real nodes, under torchrun",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="torchrun ... -m tailopt train [FILE.toml] [--SETTING VALUE ...] --out FOLDER [--resume]",
+        description="Train a task on real nodes: every process is one. Settings are those of `tailopt run`; the run\n"
+        "folder must be one that all nodes share. `tailopt verify FOLDER` replays it on one machine.",
+        epilog=f"example:\n{EXAMPLE}",
+    )
+    parser.add_argument("file", nargs="?", metavar="FILE.toml", help="a configuration; also that of a run folder")
+    parser.add_argument("--out", metavar="FOLDER", required=True, help="the run folder, shared by all nodes")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, if there is one")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="without a sign of life")
+    parser.add_argument("--quiet", action="store_true", help="no line a round")
+    parser.set_defaults(command=command, options=OPTIONS)
+
+
+def command(arguments: argparse.Namespace, pairs: Pairs) -> int:
+    """Join the others, and train."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "There are no other nodes: start it as `torchrun --nproc-per-node 3 -m tailopt train ...`, "
+            "or use `tailopt run` for a simulation."
+        )
+    nodes = int(os.environ["WORLD_SIZE"])
+    tables = read(arguments.file) if arguments.file is not None else sections({})
+    if not any(key in ("nodes", "run.nodes") for key, _ in pairs):
+        pairs = [*pairs, ("run.nodes", str(nodes))]
+    chosen = resolve(override(tables, pairs))
+    connect(arguments.timeout)
+    try:
+        trained(chosen, Path(arguments.out), arguments.resume, arguments.timeout, arguments.quiet)
+    finally:
+        dist.destroy_process_group()
+    if int(os.environ["RANK"]) == 0:
+        print(f"wrote {arguments.out}: config.toml, environment.json, history.jsonl, digests.jsonl, checkpoints/")
+    return 0
+
+
+def trained(chosen: Configuration, folder: Path, resume: bool, timeout: float, quiet: bool) -> None:
+    """Train by a configuration, as this process's node."""
+    run, problem = chosen.run, chosen.problem()
+    if run.local_steps is None or run.precision is not None or run.aggregate != "mean":
+        raise ValueError(
+            "Real nodes take local_steps, full precision and aggregate = mean; use `tailopt run`, or set these."
+        )
+    assert run.nodes is not None and run.rounds is not None
+    if isinstance(run.weights, str) and run.weights != "equal":
+        raise ValueError("Real nodes take weights as numbers; give one for each node.")
+
+    def tell(row: dict[str, Any]) -> None:
+        if not quiet:
+            ends = ", ".join(f"{name} {word(held)}" for name, held in {"loss": row["loss"], **row["metrics"]}.items())
+            print(f"round {row['round']}/{run.rounds}  {ends}", file=sys.stderr, flush=True)
+
+    train(
+        problem.model(run.seed),
+        chosen.method(),
+        loss=problem.loss,
+        data=problem.nodes(run.seed, run.nodes),
+        rounds=run.rounds,
+        local_steps=run.local_steps,
+        batch_size=run.batch_size,
+        weights=None if isinstance(run.weights, str) else run.weights,
+        seed=run.seed,
+        evaluate=lambda model: problem.evaluate(model, run.seed),
+        evaluate_every=run.evaluate_every,
+        run=folder,
+        tell=tell,
+        resume=resume,
+        timeout=timeout,
+        schedules=chosen.made_schedules() or None,
+        participation=run.participation,
+        participants=run.participants,
+        sampling=run.sampling,
+        projection=run.projection,
+        average=run.average,
+        guard=run.guard,
+        checkpoint_every=run.checkpoint_every,
+        keep=run.keep,
+        describe=chosen.record(),
+    )

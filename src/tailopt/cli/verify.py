@@ -1,0 +1,78 @@
+"""`tailopt verify`: replay a run of real nodes as a simulation, and compare bits round by round."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tailopt.cli.configuration import Pairs, resolve, sections
+from tailopt.engines.verify import replay
+from tailopt.records.folder import Run, environment
+
+EXAMPLE = """\
+  tailopt verify runs/real"""
+
+
+def add(commands: Any) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "verify",
+        help="replay a run of `tailopt train` on this machine and compare digests",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="tailopt verify FOLDER",
+        description="Simulate a run of `tailopt train` once more and compare a digest of every tensor after every\n"
+        "round. The first difference is named. Exit code 1 where there is one.",
+        epilog=f"example, after `torchrun --nproc-per-node 3 -m tailopt train ... --out runs/real`:\n{EXAMPLE}",
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="the run folder")
+    parser.set_defaults(command=command, options=None)
+
+
+def command(arguments: argparse.Namespace, pairs: Pairs) -> int:
+    """Replay and compare."""
+    run = Run.open(arguments.folder)
+    if "task" not in run.config:
+        raise ValueError(f"{run.path} names no task, so it cannot be replayed: it is not a run of `tailopt train`.")
+    chosen = resolve(sections(run.config))
+    _say_differences(run)
+    torch.set_num_threads(int(run.environment.get("threads", torch.get_num_threads())))
+    problem, settings = chosen.problem(), chosen.run
+    assert settings.nodes is not None
+    equal, difference = replay(
+        Path(arguments.folder),
+        problem.model(settings.seed),
+        chosen.method(),
+        loss=problem.loss,
+        data=problem.nodes(settings.seed, settings.nodes),
+        local_steps=settings.local_steps,
+        batch_size=settings.batch_size,
+        weights=None if isinstance(settings.weights, str) else settings.weights,
+        seed=settings.seed,
+        schedules=chosen.made_schedules() or None,
+        participation=settings.participation,
+        participants=settings.participants,
+        sampling=settings.sampling,
+        projection=settings.projection,
+        average=settings.average,
+        guard=settings.guard,
+    )
+    if difference is None:
+        print(f"{equal} rounds replayed: every tensor has the recorded bits")
+        print("wrote nothing")
+        return 0
+    print(f"{equal} rounds are equal; the first difference is in {difference}")
+    print("wrote nothing")
+    return 1
+
+
+def _say_differences(run: Run) -> None:
+    """What makes an exact replay unlikely, said before it starts."""
+    now = environment()
+    for fact in ("torch", "instruction_set"):
+        then = run.environment.get(fact)
+        if then is not None and then != now.get(fact):
+            print(f"warning: {fact} was {then} and is {now.get(fact)} here; bits may differ", file=sys.stderr)

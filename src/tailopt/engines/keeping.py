@@ -1,0 +1,558 @@
+"""The run folder of real nodes: what they write there together, and how they go on from it.
+
+Every node writes its stretch of the synchronised weights and of the outer state, and what it keeps to itself; node 0
+also history and log. Whatever could fail on one node (a full disk, a damaged file) is told to all in a small message
+before anybody acts on it, so that all of them have the same checkpoint or none has:
+
+    save      node 0 makes a hidden folder -> all write -> all said so -> node 0 renames it -> all know
+    resume    node 0 proposes the newest -> all read what they need of it -> all found it sound, or the one before
+
+A disk that is full costs a checkpoint, and the run goes on. State that can never be saved ends it, by its name.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tailopt.algorithms import PUBLIC, Algorithm
+from tailopt.engines.exchange import Wire
+from tailopt.records import checkpoints, together
+from tailopt.records.checkpoints import DamagedCheckpoint, Snapshot
+from tailopt.records.folder import Run, environment, is_run
+from tailopt.records.history import child, decode
+from tailopt.records.packing import names as tensors_of
+from tailopt.records.packing import pack, unpack
+from tailopt.records.together import Stretch
+from tailopt.rounds.settings import Settings
+from tailopt.rules.torch_optim import GROUP
+
+if TYPE_CHECKING:
+    from tailopt.engines.distributed import Node
+
+TEXT = 1000  # bytes of a message between nodes
+FREE = ("rounds", "nodes", "weights")  # settings that may be others in a resumed run
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on from.
+
+    Args:
+        round: completed rounds.
+        step: local steps done in the next one; 0 at its beginning.
+        extra: what this node gave to `checkpoint`; empty for a node that was not there, or had taken no step.
+        nodes: how many nodes wrote the checkpoint.
+        path: its folder, which later checkpoints replace.
+    """
+
+    round: int
+    step: int
+    extra: dict[str, Any]
+    nodes: int
+    path: Path
+
+
+class OtherNodes(Exception):
+    """A checkpoint in the middle of a round was written by another number of nodes."""
+
+
+class _Answer(NamedTuple):
+    code: int  # 0: done; 1: failed, and the run can go on; 2: the run must end
+    text: str
+
+
+@dataclass
+class Keeper:
+    """One node's part in the records of a run.
+
+    Args:
+        wire: how to reach the others.
+        folder: the run's, which all nodes share.
+        keep: how many checkpoints.
+    """
+
+    wire: Wire
+    folder: Path
+    keep: int = 3
+    run: Run | None = None
+    story: list[str] = field(default_factory=list)
+    _rows: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    _began: float = field(default_factory=time.perf_counter)
+
+    def open(self, config: Mapping[str, Any], resume: bool) -> None:
+        """A new run folder, or with `resume` the one that is there, if it is of the same run."""
+
+        def first() -> None:
+            if self.wire.node == 0:
+                self.run = _opened(self.folder, config, resume)
+
+        def others() -> None:
+            if self.wire.node:
+                together.await_folder(self.folder)
+                if not is_run(self.folder):
+                    raise FileNotFoundError(
+                        f"{self.folder} is another folder here than on node 0: it holds no run. Give a run folder that "
+                        "all nodes share."
+                    )
+
+        self._ask(first)
+        self._ask(others)
+
+    def record(self, row: dict[str, Any]) -> None:
+        """Add a row to the history; where the disk is full, before the next one."""
+        now = time.perf_counter()
+        seconds, self._began = {"round_seconds": now - self._began}, now
+        if self.run is not None:
+            self._rows.append((row, seconds))
+            try:
+                self._write_rows()
+            except OSError as error:
+                self.say(f"The history of round {row['round']} could not be written yet: {error}.")
+
+    def say(self, text: str) -> None:
+        """A warning on every node, and a line in the log."""
+        warnings.warn(text, UserWarning, stacklevel=3)
+        self.log(text)
+
+    def log(self, text: str) -> None:
+        """A line in the log, where the disk takes it."""
+        if self.run is not None:
+            try:
+                self.run.log(text)
+            except OSError:
+                return  # what is said here is also said as a warning
+
+    def save(self, node: Node, step: int, own: Callable[[], dict[str, Any]], taken: Sequence[int]) -> bool:
+        """Write a checkpoint together; False where the disk of one did not take it.
+
+        Args:
+            step: local steps done in the round after `node.round`.
+            own: what this node keeps to itself: tensors and plain values.
+            taken: local steps of every node.
+        """
+        self._meet(node.round, step)
+        moment = node.round, step or None
+        at = f"after round {node.round}" + (f" and {step} local steps" if step else "")
+        names, average = node.exchange.names, node.average is not None
+        fresh: Path | None = None
+
+        def begin() -> str:
+            if self.run is None:
+                return ""
+            self._write_rows()
+            self.run.sync()
+            return together.begin(self.folder, *moment).name
+
+        def write() -> None:
+            assert fresh is not None
+            shared, outer = shared_of(node)
+            tensors, packed = pack(own(), "node")
+            together.write(fresh, self.wire.node, self.wire.nodes, shared, tensors, {**outer, "own": packed})
+
+        def finish() -> None:
+            if self.run is not None:
+                assert fresh is not None
+                more = {"taken": list(taken), "probe": {}, "inner": {}, "writers": self.wire.nodes, "story": self.story}
+                buffers = list(node.begun_buffers())
+
+                def meta(parts: list[dict[str, Any]]) -> dict[str, Any]:
+                    return {**_merged(names, buffers, average, parts), **more}
+
+                together.finish(fresh, *moment, self.wire.nodes, meta)
+
+        try:
+            answers = self._ask(begin, OSError)
+            if not _failed(answers):
+                fresh = self.folder / checkpoints.FOLDER / answers[0].text
+                answers = self._ask(write, OSError)
+            if not _failed(answers):
+                answers = self._ask(finish, OSError, DamagedCheckpoint)
+        except BaseException:
+            if self.run is not None and fresh is not None:
+                together.discard(fresh)
+            raise
+        if failed := _failed(answers):
+            if self.run is not None and fresh is not None:
+                together.discard(fresh)
+            last = checkpoints.latest(self.folder)
+            older = f"the last one is {last.name}" if last else "there is none yet"
+            self.say(f"The checkpoint {at} was not written: {failed}. The run goes on; {older}.")
+            return False
+        if self.run is not None:
+            try:
+                checkpoints.prune(self.folder, self.keep)
+            except OSError as error:
+                self.log(f"Older checkpoints could not be removed: {error}.")
+        return True
+
+    def resume(self, node: Node) -> tuple[Snapshot, Path] | None:
+        """The newest checkpoint that is sound on all nodes, or None where there is none at all.
+
+        History, log and later checkpoints follow. Nothing has been put into `node`.
+        """
+        found = self._newest(lambda path: read(path, node))
+        if found is None:
+            return None
+        snapshot, path = found
+        before = int(snapshot.meta["writers"])
+        self.story = list(snapshot.meta["story"])
+        text = f"resumed after round {snapshot.round}" + (f" and {snapshot.step} local steps" if snapshot.step else "")
+        if before != self.wire.nodes:
+            new = range(before, self.wire.nodes)
+            what = f"nodes {list(new)} start fresh" if new else f"what nodes {self.wire.nodes} and up kept is left out"
+            text += f", with {self.wire.nodes} nodes where there were {before}: the outer state is cut anew, {what}"
+            self.story.append(text)
+
+        def rewind() -> None:
+            if self.run is not None:
+                checkpoints.rewind(self.folder, snapshot.round, snapshot.step or 0)
+                self.run.rewind(snapshot.round)
+
+        self._ask(rewind)
+        self.log(text)
+        return snapshot, path
+
+    def history(self, round: int) -> list[dict[str, Any]]:
+        """The rows up to a round."""
+        return [row for row in Run.open(self.folder).history() if row["round"] <= round]
+
+    def _newest(self, load: Callable[[Path], Found]) -> tuple[Found, Path] | None:
+        names = [path.name for path in reversed(checkpoints.every(self.folder))]
+        found: list[Found] = []
+        passed: list[str] = []
+        while True:
+            name = self._ask(lambda: names[len(passed)] if len(passed) < len(names) else "")[0].text
+            if not name:
+                break
+            path = self.folder / checkpoints.FOLDER / name
+            answers = self._ask(lambda path=path: found.append(load(path)), OSError, DamagedCheckpoint, OtherNodes)  # type: ignore[misc]
+            failed = _failed(answers)
+            if failed is None:
+                return found[-1], path
+            passed.append(name)
+            self.say(f"Checkpoint {path} is passed over: {failed}")
+        if passed:
+            raise DamagedCheckpoint(
+                f"None of the checkpoints in {self.folder / checkpoints.FOLDER} can be used: {', '.join(passed)}. "
+                "Bring one back from a copy, or begin again in another folder."
+            )
+        return None
+
+    def _write_rows(self) -> None:
+        while self.run is not None and self._rows:
+            row, seconds = self._rows[0]
+            if row["round"] > self.run.last():
+                self.run.append(row, seconds)
+            del self._rows[0]
+
+    # what nodes tell each other
+
+    def _meet(self, round: int, step: int) -> None:
+        """Find out whether all nodes are here, in a message as long as the header of a round.
+
+        Messages of different lengths would end the processes without a word.
+        """
+        mine = torch.zeros(5 + self.wire.nodes, dtype=torch.int64)
+        mine[:3] = torch.tensor([-1 - round, self.wire.node, step])
+        for k, head in enumerate(self.wire.gather(mine).tolist()):
+            if head[0] >= 0:
+                raise RuntimeError(
+                    f"Node {k} ends round {head[0]} while node {self.wire.node} writes a checkpoint after {step} steps "
+                    "of it. Call checkpoint() on every node, after the same step."
+                )
+            if (head[0], head[2]) != (-1 - round, step):
+                raise RuntimeError(
+                    f"Node {k} writes a checkpoint after round {-1 - head[0]}, step {head[2]}; node {self.wire.node} "
+                    f"after round {round}, step {step}. Call checkpoint() on every node, after the same step."
+                )
+
+    def _ask(self, work: Callable[[], Any], *harmless: type[Exception]) -> list[_Answer]:
+        """Do something on every node and hear how it went everywhere; what is not harmless ends the run everywhere."""
+        error: Exception | None = None
+        try:
+            mine = _Answer(0, work() or "")
+        except Exception as caught:
+            error = caught
+            mine = _Answer(1 if isinstance(error, harmless) else 2, f"{error}")
+        data = mine.text.encode()[:TEXT]
+        message = torch.tensor([mine.code, len(data) % 256, len(data) // 256, *data.ljust(TEXT)], dtype=torch.uint8)
+        answers = []
+        for row in self.wire.gather(message).tolist():
+            text = bytes(row[3 : 3 + row[1] + 256 * row[2]]).decode(errors="ignore")
+            answers.append(_Answer(row[0], text))
+        if error is not None and mine.code == 2:
+            raise error
+        for node, answer in enumerate(answers):
+            if answer.code == 2:
+                raise RuntimeError(f"Node {node}: {answer.text}")
+        return answers
+
+
+def _failed(answers: Sequence[_Answer]) -> str | None:
+    """Who failed, in words; None where nobody did."""
+    said = [f"node {node}: {answer.text}" for node, answer in enumerate(answers) if answer.code]
+    return "; ".join(said) or None
+
+
+def described(algorithm: Algorithm, settings: Settings | None, optimizer: Optimizer) -> dict[str, Any]:
+    """What a run folder says about the optimizers; of an inner one that the user built, its kind."""
+    from tailopt.engines.simulate import _plain
+
+    if settings is None:
+        return {
+            "outer": algorithm.outer if isinstance(algorithm.outer, str) else algorithm.outer.__name__,
+            "settings": _plain(algorithm.numbers("outer")),
+            "inner": type(optimizer).__name__,
+        }
+    named = isinstance(algorithm.outer, str) and isinstance(algorithm.inner, str)
+    scheduled = {PUBLIC[level][word]: _plain(s) for (level, word), s in sorted(settings._schedules.items())}
+    return {
+        "algorithm": algorithm.name,
+        "settings": {key: _plain(value) for key, value in algorithm.settings.items()},
+        "numbers": None if named else {level: _plain(algorithm.numbers(level)) for level in ("outer", "inner")},
+        "send_preconditioner": algorithm.send_preconditioner,
+        "schedules": scheduled,
+    }
+
+
+def _opened(folder: Path, config: Any, resume: bool) -> Run:
+    from tailopt.engines.simulate import _as_stored, _plain
+
+    config = _plain(config)  # functions by their names
+    if not (resume and is_run(folder)):
+        return Run.create(folder, config, environment())
+    found = Run.open(folder)
+    for key in sorted(config.keys() | found.config.keys()):
+        then, now = found.config.get(key), _as_stored(config.get(key))
+        if key not in FREE and then != now and not (then is None and now in ({}, None)):
+            raise ValueError(
+                f"This run cannot be resumed with another {key}: it is {then!r} in {folder}, and {now!r} here. "
+                "Use the same, or another run folder."
+            )
+    return found
+
+
+# What all nodes share
+
+
+def shared_of(node: Node) -> tuple[dict[str, Stretch], dict[str, Any]]:
+    """This node's stretch of weights, outer state and average, and the plain rest of the outer state.
+
+    A tensor of the outer state has an element for each weight, and is cut as they are; or it is a single number, the
+    same for all stretches of a tensor, and belongs to the first. Buffers and empty tensors are node 0's to write.
+    """
+    exchange, found, plain = node.exchange, {}, {}
+    single: list[str] = []
+    group: Any = None
+    for s, state in zip(exchange.segments, node.outer, strict=True):
+        name, offset = exchange.names[s.tensor], exchange.layout.offsets[s.tensor]
+        shape, start = tuple(exchange.shapes[s.tensor]), s.start - offset
+        found[child("global.weights", name)] = Stretch(node.x[s.start : s.stop], start, shape)
+        if node.average is not None:
+            found[child("global.average", name)] = Stretch(node.average[s.start : s.stop], start, shape)
+        state = dict(state)
+        group = state.pop(GROUP, group)
+        path = child("global.outer", name)
+        tensors, plain[name] = pack(state, path)
+        for key, tensor in tensors.items():
+            if tuple(tensor.shape) == (s.stop - s.start,):
+                found[key] = Stretch(tensor, start, shape)
+            elif tensor.dim() == 0:
+                single.append(key)
+                if start == 0:
+                    found[key] = Stretch(tensor, 0, ())
+            else:
+                raise TypeError(
+                    f"{key} is a tensor of shape {tuple(tensor.shape)} for {s.stop - s.start} weights; only outer "
+                    "state with one element for each weight, or with a single one, can be saved. Use another outer "
+                    "optimizer, or leave `run` out."
+                )
+    if exchange.wire.node == 0:
+        for name, shape, size in zip(exchange.names, exchange.shapes, exchange.layout.sizes, strict=True):
+            if not size:
+                empty = Stretch(node.x[:0], 0, tuple(shape))
+                found[child("global.weights", name)] = empty
+                if node.average is not None:
+                    found[child("global.average", name)] = empty
+        for name, buffer in node.begun_buffers().items():
+            found[child("global.buffers", name)] = Stretch(buffer, 0, tuple(buffer.shape))
+    return found, {"outer": plain, "single": single, "group": group}
+
+
+def _merged(names: Sequence[str], buffers: Sequence[str], average: bool, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The metas of all nodes as that of the checkpoint; `global` is what a simulation writes."""
+    outer: dict[str, Any] = {name: {} for name in names}
+    for part in parts:
+        for name, packed in part["outer"].items():
+            if outer[name] not in ({}, packed):
+                raise ValueError(f"The outer state of {name} differs between nodes: {outer[name]} and {packed}.")
+            outer[name] = packed
+    groups = [part["group"] for part in parts if part["group"] is not None]
+    if groups:
+        outer[names[0]] = {**outer[names[0]], GROUP: groups[0]}
+
+    def tensors(kind: str, of: Sequence[str]) -> dict[str, Any]:
+        return {name: {"$tensor": child(f"global.{kind}", name)} for name in of}
+
+    return {
+        "global": {
+            "weights": tensors("weights", names),
+            "buffers": tensors("buffers", buffers),
+            "outer": outer,
+            "average": tensors("average", names) if average else None,
+        },
+        "single": sorted({key for part in parts for key in part["single"]}),
+        "nodes": {str(k): part["own"] for k, part in enumerate(parts)},
+    }
+
+
+def read(path: Path, node: Node) -> Snapshot:
+    """What this node needs of a checkpoint, checked: all weights, its stretch of the outer state, its own."""
+    exchange, wire = node.exchange, node.exchange.wire
+    body = checkpoints.manifest(path)
+    meta = decode(body["meta"])
+    if body["step"] and meta["writers"] != wire.nodes:
+        raise OtherNodes(
+            f"it was written by {meta['writers']} nodes in the middle of a round, and there are {wire.nodes} now, "
+            "which can only go on from the end of one"
+        )
+    _check_model(body, meta, node)
+    own = {exchange.names[s.tensor]: s for s in exchange.segments}
+    cut: dict[str, tuple[int, int]] = {}
+    for name, offset in zip(exchange.names, exchange.layout.offsets, strict=True):
+        keys = [key for key in tensors_of(meta["global"]["outer"][name]) if key not in meta["single"]]
+        keys += [child("global.average", name)]
+        mine = (own[name].start - offset, own[name].stop - offset) if name in own else (0, 0)
+        cut |= dict.fromkeys(keys, mine)
+
+    def wanted(owner: int | None, name: str, start: int, stop: int) -> bool:
+        if owner is not None:
+            return owner == wire.node
+        low, high = cut.get(name, (start, stop))
+        return start == stop or (start < high and low < stop)
+
+    return checkpoints.load(path, wanted)
+
+
+def _check_model(body: Mapping[str, Any], meta: Mapping[str, Any], node: Node) -> None:
+    exchange, found = node.exchange, meta["global"]
+    now = node.begun_buffers()
+    for then, here in ((found["weights"], exchange.names), (found["buffers"], list(now))):
+        if list(then) != list(here):
+            other = sorted(set(then) ^ set(here)) or ["the same names in another order"]
+            raise ValueError(f"The checkpoint is of another model: {', '.join(other[:5])} stand in one of them only.")
+    shapes = {child("global.weights", n): list(s) for n, s in zip(exchange.names, exchange.shapes, strict=True)}
+    shapes |= {child("global.buffers", name): list(b.shape) for name, b in now.items()}
+    for name, shape in shapes.items():
+        if body["tensors"][name]["shape"] != shape:
+            raise ValueError(
+                f"The checkpoint is of another model: {name} has the shape {body['tensors'][name]['shape']} there, "
+                f"{shape} here."
+            )
+    if (found["average"] is None) != (node.average is None):
+        raise ValueError("The checkpoint was written with another setting of `average`; resume with the same.")
+
+
+@torch.no_grad()
+def restore(snapshot: Snapshot, node: Node) -> dict[str, Any] | None:
+    """Put what all share into a node; returns what it kept to itself, None where it was not there."""
+    exchange, tensors = node.exchange, snapshot.tensors
+    found, single = snapshot.meta["global"], set(snapshot.meta["single"])
+    for name, view in zip(exchange.names, exchange.layout.views(node.x, exchange.shapes), strict=True):
+        view.copy_(tensors[child("global.weights", name)])
+    for i, s in enumerate(exchange.segments):
+        name, offset = exchange.names[s.tensor], exchange.layout.offsets[s.tensor]
+        mine = slice(s.start - offset, s.stop - offset)
+        packed = {key: value for key, value in found["outer"][name].items() if key != GROUP}
+        parts = {
+            key: tensors[key].clone() if key in single else tensors[key].reshape(-1)[mine].clone()
+            for key in tensors_of(packed)
+        }
+        node.outer[i] = unpack(parts, packed)
+        if i == 0 and (group := found["outer"][exchange.names[0]].get(GROUP)) is not None:
+            node.outer[0][GROUP] = group
+        if node.average is not None:
+            node.average[s.start : s.stop] = tensors[child("global.average", name)].reshape(-1)[mine]
+    node.round = snapshot.round
+    node.begin_with({name: tensors[child("global.buffers", name)] for name in found["buffers"]})
+    own = snapshot.meta["nodes"].get(str(exchange.wire.node))
+    return None if own is None else dict(unpack(snapshot.nodes[exchange.wire.node], own))
+
+
+# What a node keeps to itself
+
+
+def generators(device: torch.device) -> dict[str, Tensor]:
+    """The state of torch's generators: of the CPU, and of the device."""
+    found = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        found[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return found
+
+
+def set_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Give torch's generators their state back; of another kind of device there is none."""
+    torch.set_rng_state(states["cpu"])
+    if device.type in states and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[device.type], device)
+
+
+def load_inner(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """`load_state_dict`, to the bit: torch rounds state to the type of its parameter, which may be narrower."""
+    optimizer.load_state_dict(saved)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, values in saved["state"].items():
+        if isinstance(i, int) and i < len(params) and isinstance(values, dict):
+            state = optimizer.state[params[i]]
+            for key, then in values.items():
+                now = state.get(key)
+                if isinstance(then, Tensor) and isinstance(now, Tensor) and then.dtype != now.dtype:
+                    state[key] = then.to(now.device, copy=True)
+
+
+def counted(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """Rows of numbers, equal ones that follow each other once: [how many, row].
+
+    Examples:
+        >>> counted([{"lr": 0.1}, {"lr": 0.1}, {"lr": 0.2}])
+        [[2, {'lr': 0.1}], [1, {'lr': 0.2}]]
+    """
+    found: list[list[Any]] = []
+    for row in rows:
+        if found and _same(found[-1][1], row):
+            found[-1][0] += 1
+        else:
+            found.append([1, row])
+    return found
+
+
+def one_by_one(found: Sequence[Sequence[Any]]) -> list[Mapping[str, Any]]:
+    """What `counted` counted.
+
+    Examples:
+        >>> one_by_one([[2, {"lr": 0.1}], [1, {"lr": 0.2}]])
+        [{'lr': 0.1}, {'lr': 0.1}, {'lr': 0.2}]
+    """
+    return [row for count, row in found for _ in range(count)]
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether values are equal; a tensor is so to itself."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)
