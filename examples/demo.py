@@ -28,7 +28,7 @@ import tailopt
 from tailopt.figures.style import band, look, pyplot
 from tailopt.tasks.synthetic import Synthetic
 
-SEEDS, NODES, LOCAL_STEPS, BATCH = (0, 1, 2), 10, 5, 32
+SEEDS, NODES, LOCAL_STEPS, BATCH = (0, 1), 10, 5, 32
 TASK = Synthetic(noise="student-t", df=1.5)
 SETTINGS = json.loads((Path(__file__).parent / "demo_settings.json").read_text(encoding="utf-8"))["algorithms"]
 

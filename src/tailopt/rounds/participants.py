@@ -46,17 +46,11 @@ class Sampling:
 
     def draw(self, t: int) -> Participants:
         """Who takes part in round t, and with what share; shares add up to 1."""
-        n, source = len(self.weights), generator(self.seed, "participants", t)
-        if callable(self.count):
-            drawn = _checked(self.count(t, source), n, t)
-        elif self.kind == "proportional":
-            shares = torch.tensor(self.weights, dtype=torch.float64)
-            drawn = torch.multinomial(shares, self.count, replacement=True, generator=source).tolist()
-            drawn.sort()
-        elif self.count == n:
+        n = len(self.weights)
+        if self.kind != "proportional" and self.count == n:
             drawn = list(range(n))
         else:
-            drawn = sorted(torch.randperm(n, generator=source)[: self.count].tolist())
+            drawn = self._drawn(t, n)
         own = [1.0 if self.kind == "proportional" else self.weights[i] for i in drawn]
         total = math.fsum(own)
         if total <= 0:
@@ -65,6 +59,15 @@ class Sampling:
         for i in sorted(set(drawn)):
             shares_of[i] = own[drawn.index(i)] * drawn.count(i) / total
         return Participants(drawn, shares_of)
+
+    def _drawn(self, t: int, n: int) -> list[int]:
+        source = generator(self.seed, "participants", t)
+        if callable(self.count):
+            return _checked(self.count(t, source), n, t)
+        if self.kind == "proportional":
+            shares = torch.tensor(self.weights, dtype=torch.float64)
+            return sorted(torch.multinomial(shares, self.count, replacement=True, generator=source).tolist())
+        return sorted(torch.randperm(n, generator=source)[: self.count].tolist())
 
 
 def how_many(nodes: int, participation: float | Chooser, participants: int | None) -> int | Chooser:

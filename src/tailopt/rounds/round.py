@@ -30,6 +30,8 @@ from tailopt.rounds.participants import Participants
 from tailopt.rounds.robust import Aggregate, Displacements, coordinate_median
 from tailopt.rules.rule import Numbers, Rule, State
 
+PIECE = 1 << 20  # elements that are scaled at once
+
 
 @dataclass
 class Synchronised:
@@ -48,7 +50,7 @@ class Synchronised:
     flat: Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Contribution:
     """What one node did in a round.
 
@@ -206,12 +208,17 @@ class _Sum:
         self._acc: list[Tensor] = []
 
     def add(self, delta: Sequence[Tensor], share: float) -> None:
+        """Add one; a large tensor in pieces, so that no further copy of a model is needed."""
         # not add(alpha=share), which is a fused multiply-add on some processors
-        scaled = torch._foreach_mul(list(delta), share) if len(delta) > 1 else [delta[0] * share]
-        if self._acc:
-            torch._foreach_add_(self._acc, scaled)
-        else:
-            self._acc = list(scaled)
+        if not self._acc:
+            self._acc = [d * share for d in delta]
+            return
+        for acc, d in zip(self._acc, delta, strict=True):
+            if d.numel() <= PIECE or not (acc.is_contiguous() and d.is_contiguous()):
+                acc.add_(d * share)
+                continue
+            for a, part in zip(acc.view(-1).split(PIECE), d.view(-1).split(PIECE), strict=True):
+                a.add_(part * share)
 
     def result(self, whole: float) -> list[Tensor]:
         """The sum; divided by the weight that counted, where somebody did not."""
