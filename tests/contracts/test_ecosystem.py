@@ -990,4 +990,5 @@ def test_the_table_of_optimizers_is_complete():
     import tailopt
 
     public = {v for v in vars(tailopt).values() if isinstance(v, type) and issubclass(v, torch.optim.Optimizer)}
-    assert public == set(OPTIMIZERS)
+    around_others = {tailopt.Clipped, tailopt.NestedOptimizer}  # their groups and state are another optimizer's
+    assert public - around_others == set(OPTIMIZERS)
