@@ -236,6 +236,16 @@ def machine() -> str:
     )
 
 
+def put(text: str, section: str, title: str) -> None:
+    """The text into its section of RESULTS.md, which is made where it is not there."""
+    begin, end = f"<!-- {section}:begin -->", f"<!-- {section}:end -->"
+    old = RESULTS.read_text()
+    if begin not in old:
+        old = old.rstrip("\n") + f"\n\n## {title}\n\n{begin}\n{end}\n"
+    RESULTS.write_text(old[: old.index(begin) + len(begin)] + "\n" + text + old[old.index(end) :])
+    print(f"wrote {RESULTS}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
@@ -292,10 +302,7 @@ def main() -> None:
     if Path("/proc/self/clear_refs").exists():
         report(extra_memory())
     if arguments.write:
-        begin, end = "<!-- cpu_step:begin -->", "<!-- cpu_step:end -->"
-        text, old = "\n".join(parts), RESULTS.read_text()
-        RESULTS.write_text(old[: old.index(begin) + len(begin)] + "\n" + text + old[old.index(end) :])
-        print(f"wrote {RESULTS}")
+        put("\n".join(parts), "cpu_step", "A step on the CPU")
 
 
 if __name__ == "__main__":

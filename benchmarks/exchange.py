@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from cpu_step import RESULTS, TOLERANCE, gpt2_shapes, machine
+from cpu_step import TOLERANCE, gpt2_shapes, machine, put
 
 from tailopt.engines import exchange as engine
 from tailopt.engines.distributed import Node
@@ -167,15 +167,6 @@ def spread(good: list[dict[str, float]], name: str) -> str:
     return f"**{statistics.median(values):.2f}** [{min(values):.2f}, {max(values):.2f}]"
 
 
-def put(text: str) -> None:
-    """The text into its section of RESULTS.md, which is made where it is not there."""
-    begin, end = "<!-- exchange:begin -->", "<!-- exchange:end -->"
-    old = RESULTS.read_text()
-    if begin not in old:
-        old = old.rstrip("\n") + f"\n\n## The exchange between real nodes\n\n{begin}\n{end}\n"
-    RESULTS.write_text(old[: old.index(begin) + len(begin)] + "\n" + text + old[old.index(end) :])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
@@ -205,8 +196,7 @@ def main() -> None:
             print("\n".join(more), flush=True)
             lines += more
     if arguments.write:
-        put("\n".join([*lines, ""]))
-        print(f"wrote {RESULTS}")
+        put("\n".join([*lines, ""]), "exchange", "The exchange between real nodes")
 
 
 if __name__ == "__main__":

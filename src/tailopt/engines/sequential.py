@@ -53,6 +53,7 @@ class Sequential:
         device: torch.device,
         precision: str | None = None,
         statistics: bool = False,
+        probing: bool = False,
     ) -> None:
         self.model, self.device = model, device
         self._algorithm, self._loss, self._source, self._settings = algorithm, loss, source, settings
@@ -67,6 +68,7 @@ class Sequential:
         self.taken = [0] * source.nodes
         self.kept: dict[int, list[State]] = {}
         self.probe: dict[str, Any] = {}
+        self._probing = probing  # only a run that is kept can be resumed
         self._asked: dict[str, Any] = {}  # the probe of the round that is under way
 
     @staticmethod
@@ -108,7 +110,7 @@ class Sequential:
             seed_torch(mixed(base, step), self.device)
             try:
                 batch = next(batches)
-                if not self._asked or self._asked["round"] != t:
+                if self._probing and (not self._asked or self._asked["round"] != t):
                     self._asked = {"node": node, "round": t, "taken": taken, "digest": batch_digest(batch)}
                 losses.append(self._backward(to_device(batch, self.device), params))
             except Exception as error:

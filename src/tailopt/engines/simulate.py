@@ -158,7 +158,9 @@ def simulate(
     settings = Settings(algorithm, schedules, names)
     settings.inner(1, 0)  # patterns and shapes are refused here, before anything moves
     settings.outer(1)
-    worker = Sequential(working, algorithm, loss, source, settings, seed, place, precision, statistics)
+    worker = Sequential(
+        working, algorithm, loss, source, settings, seed, place, precision, statistics, probing=run is not None
+    )
     state = Sequential.synchronised(working, average)
     named = isinstance(algorithm.outer, str) and isinstance(algorithm.inner, str)
     config = {
