@@ -232,7 +232,7 @@ class Exchange:
         self.wire.swap(outgoing, [row if k in who.shares else nothing for k, row in enumerate(self._received)])
         everyone = self._everyones(buffers)
         report = Report(steps={})
-        verdicts = self._verdicts(who, heads, x, limits, everyone, before, guard)
+        verdicts = self._verdicts(t, who, heads, x, limits, everyone, before, guard)
         for node, share in who.shares.items():
             if node in verdicts:
                 report.excluded.append(verdicts[node])
@@ -325,21 +325,21 @@ class Exchange:
         return value.expand(self.shapes[s.tensor]).reshape(-1)[s.start - offset : s.stop - offset].to(self.delta.device)
 
     def _headers(self, t: int, part: bool, loss: float) -> Tensor:
-        """Everybody's header, checked: the same round, everybody once, the same number of elements."""
+        """Everybody's header. Another number of elements ends the run; another round or node is left out later."""
         sums = [checksum(self.delta[self.layout.stretch(k)]) if part else 0 for k in range(self.wire.nodes)]
         mine = torch.tensor([t, self.wire.node, self.layout.total, int(part), _bits(loss), *sums], dtype=torch.int64)
         heads = self.wire.gather(mine)
-        for k, head in enumerate(heads.tolist()):
-            for what, position, expected in (("round", 0, t), ("node", 1, k), ("elements", 2, self.layout.total)):
-                if head[position] != expected:
-                    raise Damaged(
-                        f"Round {t}: node {k} came with {what} {head[position]}, and {expected} was expected. "
-                        "Restart all nodes from the last checkpoint."
-                    )
+        for k, elements in enumerate(heads[:, 2].tolist()):
+            if elements != self.layout.total:
+                raise Damaged(
+                    f"Round {t}: node {k} came with {elements} elements, and {self.layout.total} were expected. "
+                    "Restart all nodes from the last checkpoint."
+                )
         return heads
 
     def _verdicts(
         self,
+        t: int,
         who: Participants,
         heads: Tensor,
         x: Tensor,
@@ -353,6 +353,11 @@ class Exchange:
         places = [*self.names, *(buffers[0] if buffers else ())]
         for node in who.shares:
             row = self._received[node]
+            number, sender = heads[node, :2].tolist()
+            if number != t or sender != node:  # everybody has the same headers, so everybody says the same
+                wrong = (4.0, 0.0, float(number), float(t)) if number != t else (5.0, 0.0, float(sender), float(node))
+                mine[node] = torch.tensor(wrong, dtype=torch.float64)
+                continue
             if node != self.wire.node and checksum(row) != int(heads[node, 5 + self.wire.node]):
                 mine[node] = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
                 continue
@@ -371,9 +376,8 @@ class Exchange:
             rows = [row for row in seen[:, node].tolist() if row[0]]
             if rows:
                 code, tensor, value, most = min(rows, key=lambda r: (r[0], r[1], r[3] - abs(r[2])))
-                verdicts[node] = Exclusion(
-                    node, places[int(tensor)], value, most if code == 3.0 else None, _REASONS[int(code)]
-                )
+                place = places[int(tensor)] if code in (2.0, 3.0) else "what arrived"
+                verdicts[node] = Exclusion(node, place, value, most if code == 3.0 else None, _REASONS[int(code)])
         if guard:
             self._judge_norms(who, x, limits, verdicts)
         return verdicts
@@ -450,7 +454,13 @@ class Exchange:
         return [{name: one[name] for name in buffers} for one in found]
 
 
-_REASONS = {1: "damaged on the way", 2: "not finite", 3: "beyond what its optimizer can move"}
+_REASONS = {
+    1: "damaged on the way",
+    2: "not finite",
+    3: "beyond what its optimizer can move",
+    4: "of another round",
+    5: "of another node",
+}
 
 
 def _plainly_within(row: Tensor, limit: Bound) -> bool:

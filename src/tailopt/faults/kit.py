@@ -1,0 +1,175 @@
+"""Faults of one node, each in rounds of one's choice.
+
+    inject(optimizer, BitFlip(rounds={5, 6}), Kill(rounds={9}))
+
+`inject` is called on the node that is to fail, with its `NestedOptimizer`. Some faults strike before the exchange of a
+round (the weights that the node moved, or the process itself), others what it sends: the header, or the shards after
+their checksum was taken. The exchange itself knows nothing of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tailopt.engines.distributed import NestedOptimizer
+from tailopt.engines.exchange import Wire
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong on this node in these rounds."""
+
+    rounds: Collection[int]
+
+    def before(self, optimizer: NestedOptimizer) -> None:
+        """Strike before the round is closed."""
+
+    def header(self, mine: Tensor, nodes: int) -> Tensor:
+        """The header that is sent."""
+        return mine
+
+    def shards(self, outgoing: Sequence[Tensor], node: int) -> Sequence[Tensor]:
+        """The shards that are sent."""
+        return outgoing
+
+
+@dataclass(frozen=True)
+class NotANumber(Fault):
+    """One weight becomes NaN."""
+
+    def before(self, optimizer: NestedOptimizer) -> None:
+        """The first element of the first parameter."""
+        _set(optimizer, float("nan"))
+
+
+@dataclass(frozen=True)
+class Infinite(Fault):
+    """One weight becomes infinite."""
+
+    def before(self, optimizer: NestedOptimizer) -> None:
+        """The first element of the first parameter."""
+        _set(optimizer, float("inf"))
+
+
+@dataclass(frozen=True)
+class BitFlip(Fault):
+    """One bit flips: of every shard on its way, or with `in_memory` of a weight, where only the guard can see it."""
+
+    bit: int = 30
+    in_memory: bool = False
+
+    def before(self, optimizer: NestedOptimizer) -> None:
+        """In the first parameter itself."""
+        if self.in_memory:
+            first = optimizer.node.local()[0].view(-1)[:1]
+            first.copy_(_flipped(first.clone(), self.bit))
+
+    def shards(self, outgoing: Sequence[Tensor], node: int) -> Sequence[Tensor]:
+        """Copies, so that the node's own displacement stays."""
+        if self.in_memory:
+            return outgoing
+        return [_flipped(t.clone(), self.bit) if k != node and t.numel() else t for k, t in enumerate(outgoing)]
+
+
+@dataclass(frozen=True)
+class Stale(Fault):
+    """The header says an earlier round."""
+
+    def header(self, mine: Tensor, nodes: int) -> Tensor:
+        """One round ago."""
+        return torch.cat([mine[:1] - 1, mine[1:]])
+
+
+@dataclass(frozen=True)
+class Duplicate(Fault):
+    """The header says another node, which is there already."""
+
+    def header(self, mine: Tensor, nodes: int) -> Tensor:
+        """The next one."""
+        return torch.cat([mine[:1], (mine[1:2] + 1) % nodes, mine[2:]])
+
+
+@dataclass(frozen=True)
+class Slow(Fault):
+    """The node takes its time."""
+
+    seconds: float = 1.0
+
+    def before(self, optimizer: NestedOptimizer) -> None:
+        """Sleep."""
+        time.sleep(self.seconds)
+
+
+@dataclass(frozen=True)
+class Kill(Fault):
+    """The process is killed, as by kill -9."""
+
+    def before(self, optimizer: NestedOptimizer) -> None:
+        """Nothing of this process runs after it."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Stop(Fault):
+    """The process is stopped, as by SIGSTOP; somebody else has to let it go on."""
+
+    def before(self, optimizer: NestedOptimizer) -> None:
+        """The others see nothing but silence."""
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def inject(optimizer: NestedOptimizer, *faults: Fault) -> None:
+    """Let faults happen on this node."""
+    node = optimizer.node
+    exchange, close = node.exchange, node.close
+    own = {field.name: getattr(exchange.wire, field.name) for field in fields(exchange.wire)}
+    wire = _FaultyWire(**own)
+    exchange.wire = wire
+
+    def closed(*arguments: Any, **settings: Any) -> Any:
+        wire.faults = [fault for fault in faults if node.round + 1 in fault.rounds]
+        for fault in wire.faults:
+            fault.before(optimizer)
+        return close(*arguments, **settings)
+
+    node.close = closed  # type: ignore[method-assign]
+
+
+class _FaultyWire(Wire):
+    """Sends what the faults of the round make of it."""
+
+    faults: Sequence[Fault] = ()
+
+    def gather(self, mine: Tensor) -> Tensor:
+        if mine.dtype == torch.int64 and mine.shape == (5 + self.nodes,):  # a header
+            for fault in self.faults:
+                mine = fault.header(mine, self.nodes)
+        return super().gather(mine)
+
+    def swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        for fault in self.faults:
+            outgoing = fault.shards(outgoing, self.node)
+        self.faults = [
+            fault for fault in self.faults if not isinstance(fault, BitFlip)
+        ]  # the weights' way back is sound
+        super().swap(outgoing, incoming)
+
+
+@torch.no_grad()
+def _set(optimizer: NestedOptimizer, value: float) -> None:
+    optimizer.node.local()[0].view(-1)[0] = value
+
+
+def _flipped(x: Tensor, bit: int) -> Tensor:
+    """With one bit of its first element flipped."""
+    words = x.view(torch.int32 if x.dtype == torch.float32 else torch.int64)
+    words[0] ^= 1 << bit
+    return x
