@@ -226,7 +226,7 @@ def machine() -> str:
         name = next(
             line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
         )
-    library = cpu.library()
+    library = cpu.loaded()
     variant = library.variants[-1] if library else "no C kernel"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent)
     return (

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import tailopt
 from tailopt import BiClip, L2Clip, biclip, biclip_l2, l2clip
-from tailopt.clipping.cpu import library
+from tailopt.clipping.cpu import loaded
 from tailopt.clipping.reference import Coordinates, Step
 from tailopt.clipping.update import KERNELS, Batch
 
@@ -310,7 +310,7 @@ def split(page: str) -> tuple[str, str, str]:
     return before + BEGIN, inside, END + after
 
 
-@pytest.mark.skipif(library() is None, reason="the page describes an installation with the C kernel")
+@pytest.mark.skipif(loaded() is None, reason="the page describes an installation with the C kernel")
 def test_the_page_is_what_was_tried() -> None:
     _, written, _ = split(PAGE.read_text(encoding="utf-8"))
     tried = matrix()

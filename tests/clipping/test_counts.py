@@ -30,8 +30,8 @@ LOG_BOUND = 0.5 / 1024 / math.log(2) + 0.5 / 65536
 def use(monkeypatch):
     def choose(path: str) -> None:
         if path == "torch":
-            monkeypatch.setattr(module, "library", lambda: None)
-        elif cpu.library() is None:
+            monkeypatch.setattr(module, "loaded", lambda: None)
+        elif cpu.loaded() is None:
             pytest.skip("the C kernel was not built")
 
     return choose
@@ -107,7 +107,7 @@ def test_counts_are_those_of_counting(path: str, dtype: torch.dtype, numbers, va
     x = torch.cat([x, torch.tensor([NAN, INF, -INF, -NAN] if special else [0.0, -0.0])]).to(dtype)
     with pytest.MonkeyPatch.context() as patch:
         if path == "torch":
-            patch.setattr(module, "library", lambda: None)
+            patch.setattr(module, "loaded", lambda: None)
         check(count([x], *numbers)[0], by_hand(x, *numbers))
         # octaves are those of fp32 numbers; between two of them fp64 has more, which go to one of the two
         single = x.float().to(dtype)
@@ -269,7 +269,7 @@ def test_what_each_mode_keeps(mode) -> None:
 # --- the two paths --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(cpu.library() is None, reason="the C kernel was not built")
+@pytest.mark.skipif(cpu.loaded() is None, reason="the C kernel was not built")
 @every_dtype
 @pytest.mark.parametrize("n", [0, 1, 63, 1000, 65_535, 65_536, 200_003])
 @pytest.mark.parametrize("numbers", [(1.0, 0.1), (0.5, 0.5), (1.0, 0.1, 0.3), (INF, 0.0)], ids=str)
@@ -281,7 +281,7 @@ def test_both_paths_count_the_same(dtype: torch.dtype, n: int, numbers: tuple, m
     if n > 60:
         x[5], x[17], x[41] = NAN, INF, 0.0
     by_c = count([x], *numbers)[0]
-    monkeypatch.setattr(module, "library", lambda: None)
+    monkeypatch.setattr(module, "loaded", lambda: None)
     by_torch = count([x], *numbers)[0]
     assert by_torch.squares == pytest.approx(by_c.squares, rel=1e-12)
     assert replace(by_torch, squares=0.0) == replace(by_c, squares=0.0)

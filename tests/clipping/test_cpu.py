@@ -20,7 +20,7 @@ from tailopt.clipping import cpu
 
 SOURCE = Path(cpu.__file__).parents[2]
 COMPILER = shutil.which("cc") or shutil.which("gcc")
-needs_kernel = pytest.mark.skipif(cpu.library() is None, reason="the C kernel was not built")
+needs_kernel = pytest.mark.skipif(cpu.loaded() is None, reason="the C kernel was not built")
 needs_proc = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads /proc")
 
 
@@ -101,7 +101,7 @@ def test_there_is_one_openmp_runtime_and_one_pool() -> None:
         BiClip([p], statistics=True).step()
         after = threads()
         runtimes = set(re.findall(r"\\S*lib(?:gomp|omp|iomp)\\S*", open("/proc/self/maps").read()))
-        print(cpu.library().openmp, len(runtimes), after - before, sorted(runtimes))
+        print(cpu.loaded().openmp, len(runtimes), after - before, sorted(runtimes))
     """
     openmp, runtimes, more, *_ = run(program).split(maxsplit=3)
     if openmp == "False":
@@ -154,9 +154,9 @@ STEP = """
     import warnings, torch
     warnings.simplefilter("always")
     from tailopt import BiClip, L2Clip, count
-    from tailopt.clipping.cpu import library, why_missing
+    from tailopt.clipping.cpu import loaded, why_missing
 
-    assert library() is None
+    assert loaded() is None
     print(why_missing())
     p = torch.nn.Parameter(torch.ones(70_000))
     p.grad = torch.full_like(p, 9.0)
@@ -206,26 +206,26 @@ def build(folder: Path, code: str) -> None:
 @pytest.mark.parametrize("content", [b"", b"not a library", b"\x7fELF and no more"], ids=["empty", "text", "cut"])
 def test_a_corrupt_library_is_named(loader, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "_cpu.abi3.so").write_bytes(content)
-    assert loader.library() is None
+    assert loader.loaded() is None
     said = loader.why_missing()
     assert "_cpu.abi3.so does not load on this" in said and "reinstall tailopt-torch" in said
 
 
 def test_a_library_of_another_version_is_refused(loader, tmp_path: Path) -> None:
     build(tmp_path, "int tailopt_version(void) { return 99; }")
-    assert loader.library() is None
+    assert loader.loaded() is None
     assert f"has version 99, this release needs {cpu.VERSION}. Reinstall" in loader.why_missing()
 
 
 def test_a_foreign_library_is_refused(loader, tmp_path: Path) -> None:
     """It loads, but the functions are not there."""
     build(tmp_path, "int something_else(void) { return 1; }")
-    assert loader.library() is None
+    assert loader.loaded() is None
     assert "_cpu.abi3.so" in loader.why_missing() and "einstall tailopt-torch" in loader.why_missing()
 
 
 def test_no_library_at_all(loader) -> None:
-    assert loader.library() is None
+    assert loader.loaded() is None
     assert "was not built" in loader.why_missing()
 
 
@@ -234,5 +234,5 @@ def test_the_numbers_match_those_of_the_source() -> None:
     source = (SOURCE / "tailopt" / "clipping" / "cpu.c").read_text(encoding="utf-8")
     assert f"#define VERSION {cpu.VERSION}\n" in source
     assert f"BINS = {cpu.BINS} }}" in source
-    library = cpu.library()
+    library = cpu.loaded()
     assert library is not None and library.variants[0] == "portable" and cpu.why_missing() == ""

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tailopt.clipping.cpu import library
+from tailopt.clipping.cpu import loaded
 from tailopt.clipping.norms import largest, nonfinite, rescalings
 from tailopt.clipping.reference import Rescaled
 
@@ -175,7 +175,7 @@ def test_many_tensors_against_a_long_sum(traced: bool) -> None:
     assert float(clip.target) == 1.0
 
 
-@pytest.mark.skipif(library() is None, reason="torch's own sums depend on the number of threads")
+@pytest.mark.skipif(loaded() is None, reason="torch's own sums depend on the number of threads")
 def test_the_sum_does_not_depend_on_threads() -> None:
     gen = torch.Generator().manual_seed(0)
     grads = [torch.randn(300_000, generator=gen), torch.randn(5, generator=gen)]

@@ -111,10 +111,10 @@ def test_chunked_at_its_edges(dtype: torch.dtype) -> None:
         assert not (wrong := differing(p, g, after, STEPS["decay"])), wrong
 
 
-@pytest.mark.skipif(cpu.library() is None, reason="the C kernel was not built")
+@pytest.mark.skipif(cpu.loaded() is None, reason="the C kernel was not built")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_instruction_set_and_thread_count_agree(dtype: torch.dtype) -> None:
-    library = cpu.library()
+    library = cpu.loaded()
     assert library is not None
     pairs = [(special(n, dtype, n), special(n, dtype, n + 1)) for n in (5, 1000, 70_000, 200_001)]
     row = updates._row(STEPS["decay"], torch.float64 if dtype == torch.float64 else torch.float32)
@@ -207,19 +207,19 @@ def test_version_counters_move_so_that_autograd_notices() -> None:
 
 def test_which_names_the_kernel_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     p, g, step = torch.zeros(4, 4), torch.ones(4, 4), STEPS["plain"]
-    if cpu.library() is not None:
+    if cpu.loaded() is not None:
         assert which(p, g, step).kernel.name == "c"
     assert "lie differently" in which(p, g.t().contiguous().t(), step).why
     assert which(p, g.to_sparse(), step).kernel.name == "single"
     assert "dimensions" in which(p, g, Step(Coordinates(torch.ones(4, 1), 0.0), 0.1)).why
-    monkeypatch.setattr(updates, "library", lambda: None)
+    monkeypatch.setattr(updates, "loaded", lambda: None)
     monkeypatch.setattr(updates, "why_missing", lambda: "no compiler")
     choice = which(p, g, step)
     assert choice.kernel.name == "chunked" and "no compiler" in choice.why
 
 
 def test_the_missing_kernel_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "library", lambda: None)
+    monkeypatch.setattr(updates, "loaded", lambda: None)
     monkeypatch.setattr(updates, "why_missing", lambda: "no compiler")
     monkeypatch.setattr(updates, "_said", False)
     p = torch.zeros(4)

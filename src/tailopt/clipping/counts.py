@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
-from tailopt.clipping.cpu import DTYPES, Tallies, library
+from tailopt.clipping.cpu import DTYPES, Tallies, loaded
 from tailopt.clipping.operators import arithmetic, check_thresholds, real_parts
 from tailopt.clipping.shards import is_dtensor
 
@@ -140,7 +140,7 @@ def add(
     grads: Sequence[Tensor], slots: Sequence[int], thresholds: tuple[float, float, float], tallies: Tallies
 ) -> None:
     """Add what these gradients hold to their slots, by the C kernel where it can."""
-    kernel = library()
+    kernel = loaded()
     taken = [i for i, g in enumerate(grads) if kernel and g.device.type == "cpu" and g.dtype in DTYPES and is_flat(g)]
     if kernel and taken:
         row = (0.0, 1.0, 0.0, *thresholds, 1.0, 1.0, 1.0)

@@ -1,6 +1,6 @@
 """Loads the C kernel and hands it addresses.
 
-`library()` is the kernel or None, `why_missing()` says why not. The library is found beside this file, loaded by ctypes
+`loaded()` is the kernel or None, `why_missing()` says why not. The library is found beside this file, loaded by ctypes
 and never imported, so one build serves every Python and every torch.
 """
 
@@ -143,13 +143,13 @@ class Tallies:
         return self.table.view(torch.float64)[:, 5:]
 
 
-def library() -> Library | None:
+def loaded() -> Library | None:
     """The kernel, loaded once; None where it cannot be had."""
     return _load()[0]
 
 
 def why_missing() -> str:
-    """Why `library()` is None, and what to do; empty where it is not."""
+    """Why `loaded()` is None, and what to do; empty where it is not."""
     return _load()[1]
 
 

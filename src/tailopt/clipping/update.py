@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tailopt.clipping import reference
 from tailopt.clipping.counts import Watch, is_flat, tally
-from tailopt.clipping.cpu import DTYPES, addresses, library, sizes, why_missing
+from tailopt.clipping.cpu import DTYPES, addresses, loaded, sizes, why_missing
 from tailopt.clipping.operators import arithmetic, real_parts
 from tailopt.clipping.reference import Coordinates, Number, Rescaled, Step
 from tailopt.clipping.shards import is_dtensor, local_pair, local_part
@@ -98,7 +98,7 @@ def update(
         roster = roster or Roster()
         numbers = roster.knows(batches) or all(_numbers_only(batch.step) for batch in batches)
         if numbers and roster.fits(*_joined(batches)):
-            if library() is not None:
+            if loaded() is not None:
                 _run_c(batches, roster, watch, slots)
                 return
             _say_missing_once()
@@ -275,7 +275,7 @@ def _numbers_only(step: Step) -> bool:
 
 
 def _refuses_c(p: Tensor, g: Tensor, step: Step) -> str:
-    if library() is None:
+    if loaded() is None:
         return why_missing()
     if p.dtype not in DTYPES or g.dtype != p.dtype:
         return f"it takes fp32, fp64, bf16 and fp16 with gradients of the same type, not {p.dtype} with {g.dtype}"
@@ -300,7 +300,7 @@ def _refuses_flat(p: Tensor, g: Tensor, step: Step) -> str:
 
 
 def _run_c(batches: Sequence[Batch], roster: Roster | None = None, watch: Watch | None = None, slots: int = 0) -> None:
-    kernel = library()
+    kernel = loaded()
     assert kernel is not None
     params, grads = _joined(batches)
     if roster is None:
