@@ -8,6 +8,7 @@ no step in it: `step()` returns only when its own next round begins, and until t
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -352,8 +353,6 @@ class NestedOptimizer(Optimizer):
 
     def _hooks_made(self) -> None:
         """What the base class would have set; the groups and the state are the inner optimizer's."""
-        from collections import OrderedDict
-
         self._optimizer_step_pre_hooks: Any = OrderedDict()
         self._optimizer_step_post_hooks: Any = OrderedDict()
         self._optimizer_state_dict_pre_hooks: Any = OrderedDict()

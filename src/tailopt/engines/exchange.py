@@ -240,8 +240,7 @@ class Exchange:
                 report.used[node] = share
                 report.losses[node] = _float(int(heads[node, 4]))
         if not any(report.used.values()):
-            reasons = "; ".join(map(str, report.excluded)) or "nobody with a weight above 0 took part"
-            raise EveryoneExcluded(f"Round {t}: no displacement can be used: {reasons}.")
+            raise EveryoneExcluded.of(t, report.excluded)
         whole = 1.0 if not report.excluded else math.fsum(report.used.values())
         self.mean = _added_up([self._received[i] for i in report.used], list(report.used.values()), whole)
         mean = _mean_buffers(everyone, report.used, whole, buffers)

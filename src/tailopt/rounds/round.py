@@ -89,6 +89,12 @@ class Report:
 class EveryoneExcluded(RuntimeError):
     """No displacement of a round could be used."""
 
+    @classmethod
+    def of(cls, t: int, excluded: Sequence[Exclusion]) -> EveryoneExcluded:
+        """With the reasons of all of them."""
+        reasons = "; ".join(map(str, excluded)) or "nobody with a weight above 0 took part"
+        return cls(f"Round {t}: no displacement can be used: {reasons}.")
+
 
 @dataclass
 class Collected:
@@ -129,8 +135,7 @@ def collect(
         if c.statistics is not None:
             report.statistics.append(c.statistics)
     if not any(counted.values()):
-        reasons = "; ".join(map(str, report.excluded)) or "nobody with a weight above 0 took part"
-        raise EveryoneExcluded(f"Round {state.round + 1}: no displacement can be used: {reasons}.")
+        raise EveryoneExcluded.of(state.round + 1, report.excluded)
     whole = 1.0 if not report.excluded else math.fsum(counted.values())
     report.used = {i: share / whole for i, share in counted.items()}
     delta = mean.result(whole)
