@@ -10,11 +10,18 @@ node, each behind a barrier; a time is that of the slowest node, and a ratio is 
 median over its repetitions; one whose control, a second bare all_reduce, is off by more than 5 % does not count and is
 repeated. What is reported is the median over the runs that count, with the least and the most. --write puts the tables
 into benchmarks/RESULTS.md.
+
+Where torchft is installed, its own DiLoCo sync takes turns with the whole round in further runs of the same processes:
+one tensor at a time, as it does by default, and all in one bucket. Its servers then run too, which is why the figures
+above are taken before.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import importlib.metadata
+import importlib.util
 import json
 import os
 import random
@@ -28,8 +35,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from cpu_step import TOLERANCE, gpt2_shapes, machine, put
+from torch import Tensor
 
-from tailopt.engines import exchange as engine
+from tailopt.engines import passes
 from tailopt.engines.distributed import Node
 from tailopt.engines.exchange import Wire
 from tailopt.rounds.guard import Bound
@@ -48,6 +56,8 @@ GOALS = {
     (ROUND, "25M", 2): 2.3,
     (ROUND, "25M", 4): 1.8,
 }
+THEIRS = {"torchft, one tensor at a time": False, "torchft, one bucket": True}
+Run = dict[str, float]  # competitor -> ratio to the bare all_reduce; that itself in milliseconds
 MOVED = 1e-3  # at most, by a coordinate in a round: what the guard is told
 
 
@@ -68,7 +78,7 @@ def competitors(size: str) -> tuple[dict[str, Callable[[], None]], Callable[[], 
 
     def alone() -> None:
         part.wire.swap([part.delta[part.layout.stretch(k)] for k in range(wire.nodes)], part._received)
-        part.mean = engine._added_up(part._received, list(who.shares.values()), 1.0)
+        passes.mean(part._received, list(who.shares.values()), 1.0)
         part.share(node.x)
 
     def whole() -> None:
@@ -80,6 +90,57 @@ def competitors(size: str) -> tuple[dict[str, Callable[[], None]], Callable[[], 
 
     bare = {name: lambda: dist.all_reduce(flat) for name in (BARE, CONTROL)}
     return {**bare, ALONE: alone, ROUND: whole}, move
+
+
+def torchft_syncs(size: str) -> tuple[dict[str, Callable[[], None]], Callable[[], None], list[object]]:
+    """DiLoCo syncs of torchft on parameters of their own, how these move, and what must live as long."""
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo
+
+    nodes, limit = dist.get_world_size(), datetime.timedelta(seconds=60)
+    steps: dict[str, Callable[[], None]] = {}
+    moving: list[Tensor] = []
+    alive: list[object] = []
+    for name, bucket in THEIRS.items():
+        address = [""]
+        if dist.get_rank() == 0:
+            alive.append(lighthouse := LighthouseServer("[::]:0", nodes, join_timeout_ms=10_000))
+            address = [lighthouse.address()]
+        dist.broadcast_object_list(address)
+        model = torch.nn.ParameterList(torch.zeros(shape) for shape in SHAPES[size])
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        manager = Manager(
+            pg=ProcessGroupGloo(timeout=limit),
+            load_state_dict=model.load_state_dict,
+            state_dict=model.state_dict,
+            min_replica_size=nodes,
+            use_async_quorum=False,
+            rank=0,
+            world_size=1,
+            store_addr="localhost",
+            store_port=store.port,
+            hostname="localhost",
+            lighthouse_addr=address[0],
+            replica_id=f"{name} {dist.get_rank()}",
+            init_sync=False,
+            heartbeat_interval=datetime.timedelta(seconds=1),
+        )
+        inner = torch.optim.SGD(model.parameters(), lr=0.0)  # without gradients it does nothing but call the sync
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        sync = DiLoCo(manager, [model], inner, outer, 1, pin_memory=False, use_bucketization=bucket)
+        alive += [store, manager, sync.__enter__()]
+        moving += [p.data for p in model.parameters()]
+
+        def one(inner: torch.optim.Optimizer = inner, manager: Manager = manager) -> None:
+            before = manager.current_step()
+            inner.step()
+            assert manager.current_step() == before + 1, "torchft did not commit"
+
+        steps[name] = one
+    noise = [torch.rand_like(p).sub_(0.5).mul_(MOVED) for p in moving]
+    return steps, lambda: torch._foreach_add_(moving, noise), alive
 
 
 def run(steps: dict[str, Callable[[], None]], move: Callable[[], None], repetitions: int) -> list[dict[str, float]]:
@@ -99,10 +160,27 @@ def run(steps: dict[str, Callable[[], None]], move: Callable[[], None], repetiti
     return rows
 
 
-def medians(rows: list[dict[str, float]]) -> dict[str, float]:
+def medians(rows: list[dict[str, float]]) -> Run:
     """The ratio of each competitor to the bare all_reduce, and the time of that in milliseconds."""
     found = {name: statistics.median(row[name] / row[BARE] for row in rows) for name in rows[0] if name != BARE}
     return {**found, BARE: statistics.median(row[BARE] for row in rows) * 1e3}
+
+
+def counted(
+    steps: dict[str, Callable[[], None]], move: Callable[[], None], runs: int, repetitions: int, what: str
+) -> tuple[list[Run], int]:
+    """So many runs whose control is near 1, and how many others there were."""
+    good: list[Run] = []
+    thrown = 0
+    while len(good) < runs and thrown <= 10 * runs:
+        found = medians(run(steps, move, repetitions))
+        if abs(found[CONTROL] - 1) <= TOLERANCE:
+            good.append(found)
+        else:
+            thrown += 1
+        if dist.get_rank() == 0:
+            print(f"  {what}, run {len(good)} of {runs}: control {found[CONTROL]:.3f}", file=sys.stderr)
+    return good, thrown
 
 
 def node_main(rank: int, nodes: int, size: str, store: str, runs: int, repetitions: int) -> None:
@@ -111,25 +189,32 @@ def node_main(rank: int, nodes: int, size: str, store: str, runs: int, repetitio
     random.seed(0)  # the same order on every node
     steps, move = competitors(size)
     run(steps, move, 3)  # warm: connections, caches, the outer state
-    good: list[dict[str, float]] = []
-    thrown = 0
-    while len(good) < runs and thrown <= 10 * runs:
-        found = medians(run(steps, move, repetitions))
-        if abs(found[CONTROL] - 1) <= TOLERANCE:
-            good.append(found)
-        else:
-            thrown += 1
-        if rank == 0:
-            print(f"  {nodes} x {size}, run {len(good)} of {runs}: control {found[CONTROL]:.3f}", file=sys.stderr)
+    good, thrown = counted(steps, move, runs, repetitions, f"{nodes} x {size}")
+    theirs: list[Run] = []
+    alive: list[object] = []
+    away = 0
+    if importlib.util.find_spec("torchft") is not None:
+        more, move_more, alive = torchft_syncs(size)
+        both = {name: step for name, step in steps.items() if name != ALONE} | more
+
+        def move_both() -> None:
+            move()
+            move_more()
+
+        run(both, move_both, 3)
+        theirs, away = counted(both, move_both, runs, repetitions, f"{nodes} x {size}, torchft")
     if rank == 0:
-        print(json.dumps({"good": good, "thrown": thrown}), flush=True)
+        print(json.dumps({"good": good, "thrown": thrown, "theirs": theirs, "away": away}), flush=True)
+    dist.barrier()
+    if alive:
+        os._exit(0)  # its servers and groups do not end in a fixed order
     dist.destroy_process_group()
 
 
-def measure(nodes: int, size: str, runs: int, repetitions: int) -> tuple[list[dict[str, float]], int]:
-    """Medians of the runs that count, from real processes, and how many were thrown away."""
+def measure(nodes: int, size: str, runs: int, repetitions: int) -> tuple[list[Run], int, list[Run], int]:
+    """Medians of the runs that count, from real processes, how many were thrown away; the same with torchft."""
     with tempfile.TemporaryDirectory() as here:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
         processes = []
         for rank in range(nodes):
             command = [sys.executable, __file__, "--node", str(rank), str(nodes), size, f"{here}/store"]
@@ -143,10 +228,10 @@ def measure(nodes: int, size: str, runs: int, repetitions: int) -> tuple[list[di
     if any(process.returncode for process in processes):
         raise SystemExit(f"{nodes} x {size}: a node ended with an error.")
     found = json.loads(printed[0])
-    return found["good"], found["thrown"]
+    return found["good"], found["thrown"], found["theirs"], found["away"]
 
 
-def rows_of(nodes: int, size: str, good: list[dict[str, float]], thrown: int) -> list[str]:
+def rows_of(nodes: int, size: str, good: list[Run], thrown: int, theirs: list[Run], away: int) -> list[str]:
     """The lines of a table."""
     lines = []
     for name in (ALONE, ROUND):
@@ -159,10 +244,17 @@ def rows_of(nodes: int, size: str, good: list[dict[str, float]], thrown: int) ->
             )
         else:
             lines.append(f"{start} not known | {goal} | | | 0, {thrown} |")
+    if theirs:
+        ours = f"{statistics.median(run[ROUND] for run in theirs):.2f}, the whole round beside it"
+        lines += [
+            f"| {name} | {nodes} x {size} | {spread(theirs, name)} | >= {ours} | {spread(theirs, CONTROL)} | "
+            f"{statistics.median(run[BARE] for run in theirs):.3g} | {len(theirs)}, {away} |"
+            for name in THEIRS
+        ]
     return lines
 
 
-def spread(good: list[dict[str, float]], name: str) -> str:
+def spread(good: list[Run], name: str) -> str:
     values = [run[name] for run in good]
     return f"**{statistics.median(values):.2f}** [{min(values):.2f}, {max(values):.2f}]"
 
@@ -195,6 +287,11 @@ def main() -> None:
             more = rows_of(nodes, size, *measure(nodes, size, arguments.runs, arguments.repetitions))
             print("\n".join(more), flush=True)
             lines += more
+    if importlib.util.find_spec("torchft") is None:
+        lines += ["", "torchft is not installed here, so its DiLoCo sync was not timed."]
+    else:
+        lines += ["", f"torchft {importlib.metadata.version('torchft')}, torch's SGD with Nesterov momentum outside."]
+    print("\n".join(lines[-2:]))
     if arguments.write:
         put("\n".join([*lines, ""]), "exchange", "The exchange between real nodes")
 

@@ -14,6 +14,7 @@ import torch
 
 from tailopt.cli import train
 from tailopt.cli.main import main
+from tailopt.rounds.drops import Drops
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +47,19 @@ def _threads():
 def test_a_replay_has_the_same_bits(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(finished)]) == 0
     assert "10 rounds replayed: every tensor has the recorded bits" in capsys.readouterr().out
+
+
+def test_lost_contributions_and_a_robust_mean_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, *words = shlex.split(train.EXAMPLE.replace("\\\n", " "))
+    more = ["--drops", "0.5", "--on_drop", "keep", "--aggregate", "trimmed-mean"]
+    done = torchrun(["--standalone", *words, *more], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert main(["verify", str(tmp_path / "runs" / "real")]) == 0
+    assert "10 rounds replayed: every tensor has the recorded bits" in capsys.readouterr().out
+    lines = (tmp_path / "runs" / "real" / "history.jsonl").read_text().splitlines()
+    lost = [[entry["node"] for entry in json.loads(line)["excluded"]] for line in lines]
+    drops = Drops(3, 0.5, seed=0)
+    assert lost == [sorted(drops.draw(t)) for t in range(1, 11)] and any(lost)
 
 
 def test_the_history_is_that_of_a_simulation(finished: Path) -> None:

@@ -52,6 +52,17 @@ def model() -> nn.Module:
     )
 
 
+def sharded(ranks: int, nodes: int) -> tuple[nn.Module, Any]:
+    """FSDP2 inside every node, and the mesh across them; uneven shards, and an empty one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (nodes // ranks, ranks), mesh_dim_names=("node", "shard"))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 1), nn.Linear(1, 3))
+    return fully_shard(net, mesh=mesh["shard"]), mesh["node"]
+
+
 class Slowing(torch.optim.Adam):
     """Keeps something in its group that it changes itself."""
 
@@ -78,6 +89,9 @@ def optimizer(case: str, net: nn.Module, **settings: Any) -> tailopt.NestedOptim
         case "two of three":
             algorithm = tailopt.algorithm("diloco", ilr=0.01, olr=0.7, ieps=1e-4, momentum=0.9, weight_decay=0.1)
             return build(net, algorithm, participants=2, **settings)
+        case "AdamW inside":
+            inner = torch.optim.AdamW(net.parameters(), lr=0.01)
+            return tailopt.NestedOptimizer(inner, "adam", {"olr": 0.05, "oeps": 1e-3}, model=net, **settings)
         case "torch":
             inner = torch.optim.NAdam(net.parameters(), lr=0.01)
             return tailopt.NestedOptimizer(inner, Slowing, {"lr": 0.02}, model=net, **settings)
@@ -86,12 +100,13 @@ def optimizer(case: str, net: nn.Module, **settings: Any) -> tailopt.NestedOptim
 
 def train(rank: int, job: Job, told: Callable[[], None]) -> Answer:
     """Train with data, a position in them and torch's generator that only a checkpoint can bring back."""
-    net, place = model(), {"position": 0}
+    net, across = sharded(job["ranks"], job["nodes"]) if "ranks" in job else (model(), None)
+    place = {"position": 0}
     source = torch.Generator().manual_seed(rank)
     data = [(torch.randn(8, 7, generator=source), torch.randn(8, 3, generator=source) + rank) for _ in range(64)]
     torch.manual_seed(100 + rank)
     keeping = {"run": job["run"], "resume": True, "extra": lambda: place} if job.get("run") else {}
-    opt = optimizer(job["case"], net, **keeping, **job.get("settings", {}))
+    opt = optimizer(job["case"], net, mesh=across, **keeping, **job.get("settings", {}))
     answer: Answer = {"resumed": None}
     if opt.resumed is not None:
         place = {"position": opt.resumed.extra.get("position", 0)}
@@ -105,6 +120,9 @@ def train(rank: int, job: Job, told: Callable[[], None]) -> Answer:
         loss = (net(x + 0.1 * torch.randn(x.shape)) - y).square().mean() * 0.02
         opt.report(float(loss.detach()))
         loss.backward()
+        if opt.node.round + 1 == job.get("all broken"):
+            for p in net.parameters():
+                p.grad.fill_(float("nan"))
         place["position"] += 1
         opt.step()
         if job.get("often") and place["position"] % job["often"] == 0 and rank in job.get("callers", [rank]):
@@ -112,7 +130,10 @@ def train(rank: int, job: Job, told: Callable[[], None]) -> Answer:
         told()
         if place["position"] == job.get("hold"):
             time.sleep(60)  # until the kill comes
-    answer["digest"] = checkpoints.digest(net.state_dict())
+    own = {name: t.to_local() if hasattr(t, "to_local") else t for name, t in net.state_dict().items()}
+    answer["digest"] = checkpoints.digest(own)
+    if "ranks" in job:
+        answer["whole"] = checkpoints.digest({name: t.full_tensor() for name, t in net.state_dict().items()})
     return answer
 
 
@@ -156,7 +177,12 @@ def node(rank: int, job: Job, pipe: int) -> None:
 
 
 def serve() -> None:
-    for late in ("torch.distributed.tensor", "torch._dynamo", "tomli_w"):  # else every node imports them anew
+    for late in (
+        "torch.distributed.tensor",
+        "torch.distributed.fsdp",
+        "torch._dynamo",
+        "tomli_w",
+    ):  # else every node imports them anew
         importlib.import_module(late)
     for line in sys.stdin:
         print(json.dumps(in_own_process(json.loads(line))), flush=True)
@@ -332,6 +358,45 @@ def test_everything_comes_back_in_the_middle_of_a_round(
     same_run(tmp_path / "run", unbroken)
 
 
+@pytest.mark.parametrize("case", ["AdamW inside", "diloco", "adam2"])  # DTensors as state, plain tensors, outer state
+def test_nodes_of_several_ranks_killed_and_resumed(case: str, server: Server, tmp_path: Path) -> None:
+    """2 nodes of 2 ranks, FSDP2 inside: killed in the middle of a round, resumed, and then with the newest damaged."""
+    job: Job = {"nodes": 4, "ranks": 2}
+    unbroken, run = tmp_path / "unbroken", tmp_path / "run"
+    expected = server.go(tmp_path / "out", case, run=str(unbroken), **job)
+    assert digests(expected)[:2] == digests(expected)[2:] and expected is not None
+    bare = server.go(tmp_path / "out", case, **job)
+    assert digests(bare) == digests(expected)
+    last = checkpoints.load(unbroken / "checkpoints" / f"round-{ROUNDS:06d}")
+    weights = {
+        n.removeprefix("global.weights['").removesuffix("']"): t for n, t in last.tensors.items() if "weights" in n
+    }
+    assert {checkpoints.digest(weights)} == {a["whole"] for a in expected}  # the manifest's ranges make whole tensors
+
+    assert server.go(tmp_path / "out", case, run=str(run), often=2, kill=[8, 0.0], hold=8, **job) is None
+    assert sorted(p.name for p in (run / "checkpoints/round-000002-step-0002").glob("*.safetensors")) == [
+        *(f"global-{k:05d}-of-00004.safetensors" for k in range(4)),
+        *(f"node-{k:04d}.safetensors" for k in range(4)),
+    ]
+    assert server.go(tmp_path / "out", case, run=str(run), often=2, kill=[4, 0.0], hold=12, **job) is None
+    newest = checkpoints.latest(run)
+    assert newest is not None and checkpoints.at(newest) > (2, 2)
+    broken = newest / "node-0003.safetensors"
+    data = bytearray(broken.read_bytes())
+    data[-3] ^= 4
+    broken.write_bytes(data)
+    answers = server.go(tmp_path / "out", case, run=str(run), **job)
+    assert digests(answers) == digests(expected) and answers is not None
+    for rank, answer in enumerate(answers):
+        assert any(f"{newest.name} is passed over: node 1, rank 1" in text for text in answer["said"]), answer
+        assert answer["resumed"][:2] != list(checkpoints.at(newest)) and answer["resumed"][3] == 2, rank
+    same_run(run, unbroken)
+
+    other = server.go(tmp_path / "out", case, run=str(run), nodes=2, ranks=1, settings={"rounds": 9})
+    assert other is not None
+    assert all("written by nodes of 2 ranks, and there are 1 rank a node now" in a["error"] for a in other), other
+
+
 @pytest.mark.parametrize("damaged", ["global-00001-of-00003.safetensors", "node-0002.safetensors", "manifest.json"])
 def test_one_bit_of_the_newest_is_flipped(
     damaged: str, server: Server, reference: Callable[[str], tuple[Path, list[Answer]]], tmp_path: Path
@@ -405,6 +470,23 @@ def test_four_nodes_go_on_where_three_were(server: Server, tmp_path: Path) -> No
     assert after.meta["story"][0] in (run / "log.txt").read_text()
     fewer = server.go(tmp_path / "out", "diloco", nodes=2, run=str(run), settings={"rounds": ROUNDS + 1})
     assert len(set(digests(fewer))) == 1 and fewer is not None and fewer[0]["resumed"][0] == ROUNDS
+
+
+def test_a_round_without_a_sound_node_ends_with_the_last_checkpoint_named(server: Server, tmp_path: Path) -> None:
+    for run, settings, which in (
+        (tmp_path / "run", {}, "after round 3: {}/checkpoints/round-000003."),
+        (tmp_path / "seldom", {"checkpoint_every": 2}, "after round 2: {}/checkpoints/round-000002."),
+        (None, {}, ""),
+    ):
+        job = {"run": str(run), "settings": settings} if run else {}
+        answers = server.go(tmp_path / "out", "avg-biclip", **job, **{"all broken": 4})
+        assert answers is not None
+        for answer in answers:
+            expected = f" The last good checkpoint is that {which.format(run)} Lower" if run else " Lower"
+            assert answer["error"].startswith("EveryoneExcluded: Round 4: no displacement can be used: node 0: not fin")
+            assert f".{expected} the learning rate" in answer["error"], answer["error"]
+        if run:
+            assert "stopped: Round 4: no displacement" in (run / "log.txt").read_text()
 
 
 def test_what_cannot_be_is_said_on_every_node(server: Server, tmp_path: Path) -> None:

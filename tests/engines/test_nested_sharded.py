@@ -75,7 +75,6 @@ def main(rank: int, store: str, out: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NODES * RANKS)
     mesh = init_device_mesh("cpu", (NODES, RANKS), mesh_dim_names=("node", "shard"))
     node, shard = mesh.get_coordinate()
-    group = mesh["node"].get_group()
 
     def sharded() -> nn.Module:
         return fully_shard(model(), mesh=mesh["shard"])
@@ -94,18 +93,26 @@ def main(rank: int, store: str, out: str) -> None:
     found: dict[str, Any] = {"shapes": [list(p.to_local().shape) for p in sharded().parameters()]}
     for case, (name, settings, more) in CASES.items():
         net, algo = sharded(), tailopt.algorithm(name, **settings)
-        opt = tailopt.NestedOptimizer.from_algorithm(net, algo, local_steps=STEPS, rounds=ROUNDS, group=group, **more)
+        opt = tailopt.NestedOptimizer.from_algorithm(
+            net, algo, local_steps=STEPS, rounds=ROUNDS, mesh=mesh["node"], **more
+        )
         found[case] = train(opt, net)
     for case, spoil in (("own loop", 0), ("one bad shard", 2)):
         net = sharded()
         inner = tailopt.BiClip(net.parameters(), lr=INNER["ilr"], u=INNER["i_u"], d=INNER["i_d"])
-        opt = tailopt.NestedOptimizer(inner, "biclip", OUTER, local_steps=STEPS, model=net, group=group, rounds=ROUNDS)
+        opt = tailopt.NestedOptimizer(
+            inner, "biclip", OUTER, local_steps=STEPS, model=net, mesh=mesh["node"], rounds=ROUNDS
+        )
         found[case] = train(opt, net, spoil)
     try:
         net = sharded()
         tailopt.NestedOptimizer(tailopt.BiClip(net.parameters()), local_steps=STEPS, model=net)
     except ValueError as error:
         found["ranks as nodes"] = str(error)
+    try:
+        tailopt.NestedOptimizer(tailopt.BiClip(net.parameters()), local_steps=STEPS, model=net, mesh=mesh)
+    except ValueError as error:
+        found["two dimensions"] = str(error)
     Path(f"{out}/{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -182,7 +189,8 @@ def test_a_bad_shard_excludes_its_node_on_every_rank(trained: list[dict[str, Any
 def test_the_ranks_of_a_node_cannot_be_nodes(trained: list[dict[str, Any]]) -> None:
     for rank, saw in enumerate(trained):
         first = rank // RANKS * RANKS
-        assert f"Invalid group: ranks [{first}, {first + 1}] hold shards of one node" in saw["ranks as nodes"]
+        assert f"Invalid mesh: ranks [{first}, {first + 1}] hold shards of one node" in saw["ranks as nodes"]
+        assert "Invalid mesh: it has 2 dimensions (node, shard); need one" in saw["two dimensions"]
 
 
 if __name__ == "__main__":

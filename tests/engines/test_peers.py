@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,16 @@ from torch import nn
 import tailopt
 from tailopt.engines.exchange import Wire
 from tailopt.engines.peers import Disagreement, connect, described, difference
+from tailopt.schedules import cosine, power, warmup
 
 ROOT = Path(__file__).parents[2]
+
+
+def late(factor: float) -> Callable[[int], float]:
+    """Other values from round 3 on."""
+    return lambda t: 0.1 * (factor if t >= 3 else 1.0)
+
+
 TIMEOUT = 5.0
 SHORT = 3.0  # for those who wait in vain
 SETTINGS = {"ilr": 0.1, "olr": 0.5, "oeps": 1e-3, "i_u": 0.5, "i_d": 0.1}
@@ -53,6 +61,13 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     "guard": ({"guard": False}, r"guard: it has false, and node 0 has true"),
     "inner_state": ({"inner_state": "keep"}, r'inner_state: it has "keep", and node 0 has "reset"'),
     "exact": ({"exact": True}, r"exact: it has true, and node 0 has false"),
+}
+# schedules of node 0 and of node 1, all of them equal in round 1, and what the message must contain
+SCHEDULES: dict[str, tuple[Any, Any, str]] = {
+    "another length": (cosine(3), cosine(6), r"schedules, ilr, round 2: it has 0.0933.*, and node 0 has 0.075"),
+    "in the last round only": (late(1.0), late(0.5), r"schedules, ilr, round 3: it has 0.05, and node 0 has 0.1\."),
+    "counted by steps": (power(-1.0), power(-1.0, per="step"), r"schedules, ilr, round 1: it has none, and node 0 has"),
+    "only here": (None, warmup(1), r"schedules, ilr: it has {.*}, and node 0 has none"),
 }
 
 
@@ -90,6 +105,11 @@ def disagree(node: int) -> dict[str, Any]:
         shape = {key: change.pop(key) for key in ("wide", "deep", "running", "dtype") if key in change}
         try:
             optimizer(model(**shape), **change)
+        except Disagreement as error:
+            said[what] = str(error)
+    for what, (*both, _) in SCHEDULES.items():
+        try:
+            optimizer(model(), schedules=None if both[node] is None else {"ilr": both[node]})
         except Disagreement as error:
             said[what] = str(error)
     torch.set_num_threads(1 + node)
@@ -150,7 +170,8 @@ def train(node: int, what: str) -> None:
 
 def main(what: str) -> None:
     torch.set_num_threads(1)
-    connect(timeout=SHORT if what == "connect" else TIMEOUT)
+    # NCCL's group has no backend for tensors of the CPU either
+    connect(SHORT if what == "connect" else TIMEOUT, backend="cuda:gloo" if what == "no cpu" else "gloo")
     node = dist.get_rank()
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     if start is not None:
@@ -159,7 +180,7 @@ def main(what: str) -> None:
     if what == "disagree":
         print(json.dumps(disagree(node)), flush=True)
         dist.destroy_process_group()
-    elif what == "rounds":
+    elif what in ("rounds", "no cpu"):
         net = model()
         opt = optimizer(net)
         steps(net, opt, 6)
@@ -290,6 +311,12 @@ def test_every_node_names_what_differs(what: str, disagreed: list[dict[str, Any]
         assert said[what].startswith("Node 1 disagrees with node 0 on ")
 
 
+@pytest.mark.parametrize("what", SCHEDULES)
+def test_schedules_are_compared_beyond_the_first_round(what: str, disagreed: list[dict[str, Any]]) -> None:
+    for said in disagreed:
+        assert re.search(rf"Node 1 disagrees with node 0 on {SCHEDULES[what][2]}", said[what]), said[what]
+
+
 def test_other_threads_are_warned_of_once_and_refused_where_bits_count(disagreed: list[dict[str, Any]]) -> None:
     for said in disagreed:
         assert "environment, threads: it has 2, and node 0 has 1" in said["environment"]
@@ -307,6 +334,13 @@ def test_watching_costs_less_than_a_millisecond(disagreed: list[dict[str, Any]])
     for said in disagreed:
         bare, watched = said["costs"]
         assert watched - bare < max(1e-3, 2 * bare)  # a bare one takes 0.1 ms, unless the machine is busy
+
+
+def test_a_group_that_carries_no_tensors_of_the_cpu_gets_one_beside_it(
+    factory: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    with running(factory, "no cpu", tmp_path, [0, 1], 2) as nodes:
+        assert all("trained 3" in said for said in nodes.ended([0, 1], 40, code=0))
 
 
 # ---- nodes that go ----
@@ -352,7 +386,7 @@ def test_an_error_in_the_program_of_a_node_is_told_to_the_others(
 def test_a_node_that_ends_before_the_others_is_named(factory: subprocess.Popen[str], tmp_path: Path) -> None:
     with running(factory, "leaves", tmp_path, [0, 1], 2) as nodes:
         nodes.ready()
-        nodes.ended([1], 10, code=0)
+        nodes.ended([1], 30, code=0)  # however long the machine takes to end a process
         assert re.search("NodeLost: Node 1 is gone in round 3: it has left", nodes.ended([0], 8)[0])
 
 

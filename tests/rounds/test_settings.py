@@ -190,3 +190,24 @@ def test_tensors_are_handed_on_as_they_are() -> None:
     found = Settings(tailopt.algorithm("avg-biclip", ilr=0.1, i_u=rows, i_d=0.0), None, ["w"])
     assert found.inner(1, 0)["u"] is rows
     torch.testing.assert_close(found.limit(1, 0, 2).a, 0.2 * rows)
+
+
+def test_schedules_are_described_by_what_they_give() -> None:
+    given = {"ilr": power(-1.0, per="step"), "o_u": lambda t: 0.2 * t, "olr": warmup(4)}
+    found = Settings(bi2clip(), given, NAMES).scheduled(40, 5)
+    assert list(found) == ["ilr", "olr", "o_u"]
+    assert list(found["o_u"]) == [f"round {t}" for t in (1, 2, 3, 10, 20, 30, 40)]
+    assert found["olr"]["round 2"] == 0.5 and found["o_u"]["round 40"] == 8.0
+    assert list(found["ilr"])[-1] == "step 200" and found["ilr"]["step 200"] == 0.0025
+    assert list(Settings(bi2clip(), given, NAMES).scheduled(None, 5)["olr"])[-1] == "round 1000"
+    assert Settings(bi2clip(), None, NAMES).scheduled(40, 5) == {}
+
+
+def test_a_schedule_that_fails_later_is_described_by_its_error() -> None:
+    found = Settings(bi2clip(), {"ilr": lambda t: [0.1, 0.2][t - 1]}, NAMES).scheduled(3, 5)
+    assert found == {"ilr": {"round 1": 0.1, "round 2": 0.2, "round 3": "IndexError: list index out of range"}}
+
+
+def test_a_long_schedule_of_torch_is_not_driven_to_its_end() -> None:
+    halved = tailopt.schedules.from_torch(lambda opt: torch.optim.lr_scheduler.StepLR(opt, 10, 0.5), per="step")
+    assert list(Settings(bi2clip(), {"ilr": halved}, NAMES).scheduled(10**6, 10**3)["ilr"])[-1] == "step 1000"

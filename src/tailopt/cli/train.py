@@ -10,11 +10,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tailopt import faults
 from tailopt.cli.configuration import Configuration, Pairs, override, read, resolve, sections
 from tailopt.cli.run import OPTIONS as RUN_OPTIONS
 from tailopt.cli.tables import word
+from tailopt.engines.distributed import NestedOptimizer
 from tailopt.engines.peers import connect
 from tailopt.engines.verify import train
+from tailopt.rounds.drops import Drops
 
 OPTIONS = {**RUN_OPTIONS, "--resume": False, "--timeout": True}
 EXAMPLE = """\
@@ -66,28 +69,34 @@ def command(arguments: argparse.Namespace, pairs: Pairs) -> int:
 def trained(chosen: Configuration, folder: Path, resume: bool, timeout: float, quiet: bool) -> None:
     """Train by a configuration, as this process's node."""
     run, problem = chosen.run, chosen.problem()
-    if run.local_steps is None or run.precision is not None or run.aggregate != "mean":
-        raise ValueError(
-            "Real nodes take local_steps, full precision and aggregate = mean; use `tailopt run`, or set these."
-        )
+    if run.local_steps is None or run.precision is not None:
+        raise ValueError("Real nodes take local_steps and full precision; use `tailopt run`, or set these.")
     assert run.nodes is not None and run.rounds is not None
-    if isinstance(run.weights, str) and run.weights != "equal":
-        raise ValueError("Real nodes take weights as numbers; give one for each node.")
+    data = problem.nodes(run.seed, run.nodes)
+    weights = run.weights if isinstance(run.weights, list) else None
+    if run.weights == "samples":
+        weights = [float(len(own)) for own in data]
 
     def tell(row: dict[str, Any]) -> None:
         if not quiet:
             ends = ", ".join(f"{name} {word(held)}" for name, held in {"loss": row["loss"], **row["metrics"]}.items())
             print(f"round {row['round']}/{run.rounds}  {ends}", file=sys.stderr, flush=True)
 
+    def lose(optimizer: NestedOptimizer) -> None:
+        if run.drops:
+            losing, node = Drops(int(run.nodes or 0), run.drops, run.seed), dist.get_rank()
+            lost = {t for t in range(1, int(run.rounds or 0) + 1) if node in losing.draw(t)}
+            faults.inject(optimizer, faults.Drop(lost))
+
     train(
         problem.model(run.seed),
         chosen.method(),
         loss=problem.loss,
-        data=problem.nodes(run.seed, run.nodes),
+        data=data,
         rounds=run.rounds,
         local_steps=run.local_steps,
         batch_size=run.batch_size,
-        weights=None if isinstance(run.weights, str) else run.weights,
+        weights=weights,
         seed=run.seed,
         evaluate=lambda model: problem.evaluate(model, run.seed),
         evaluate_every=run.evaluate_every,
@@ -102,6 +111,9 @@ def trained(chosen: Configuration, folder: Path, resume: bool, timeout: float, q
         projection=run.projection,
         average=run.average,
         guard=run.guard,
+        aggregate=run.aggregate,
+        prepare=lose,
+        on_drop=run.on_drop,
         checkpoint_every=run.checkpoint_every,
         keep=run.keep,
         describe=chosen.record(),

@@ -50,7 +50,7 @@ def command(arguments: argparse.Namespace, pairs: Pairs) -> int:
         data=problem.nodes(settings.seed, settings.nodes),
         local_steps=settings.local_steps,
         batch_size=settings.batch_size,
-        weights=None if isinstance(settings.weights, str) else settings.weights,
+        weights=None if settings.weights == "equal" else settings.weights,
         seed=settings.seed,
         schedules=chosen.made_schedules() or None,
         participation=settings.participation,
@@ -59,6 +59,8 @@ def command(arguments: argparse.Namespace, pairs: Pairs) -> int:
         projection=settings.projection,
         average=settings.average,
         guard=settings.guard,
+        aggregate=settings.aggregate,
+        on_drop=settings.on_drop,
     )
     if difference is None:
         print(f"{equal} rounds replayed: every tensor has the recorded bits")

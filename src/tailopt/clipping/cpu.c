@@ -33,7 +33,7 @@
 #endif
 
 /* Raised whenever the meaning of an argument changes: the loader refuses a library of another version. */
-#define VERSION 1
+#define VERSION 2
 
 enum { F32, F64, BF16, F16 };       /* as cpu.py numbers them */
 enum { BICLIP, RESCALE, COUNT };    /* clip by coordinate; (g*s/n)*t; count only */
@@ -292,10 +292,111 @@ INLINE void unit(const Unit *w) {
     if (w->tally) fold(lane, w->tally);
 }
 
+/* ---- a round between nodes, fp32: what moved, what arrived and the mean, each in one pass ----
+ *
+ * In steps of NEAR elements: the loops after the first find them in the first cache. A checksum is the sum of the 64-bit
+ * words, the largest magnitude is that of the bit patterns: neither has an order, so threads change no bit. */
+enum { NEAR = 1024 };
+
+typedef struct { uint64_t sum; uint32_t largest; } Look;
+
+INLINE void look(const float *x, int64_t n, Look *seen) {
+    uint64_t sum = 0, word;
+    int32_t largest = 0;
+    for (int64_t i = 0; i < n / 2; i++) {
+        memcpy(&word, x + 2 * i, 8);
+        sum += word;
+    }
+    if (n % 2) { /* what follows a tensor in the flat buffer is 0 */
+        const float last[2] = {x[n - 1], 0.0f};
+        memcpy(&word, last, 8);
+        sum += word;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t b = (int32_t)(to_bits(x[i]) & 0x7fffffffu);
+        largest = b > largest ? b : largest;
+    }
+    seen->sum += sum;
+    seen->largest = (uint32_t)largest > seen->largest ? (uint32_t)largest : seen->largest;
+}
+
+INLINE void looked(const float *x, int64_t n, Look *seen) {
+    for (int64_t at = 0; at < n; at += NEAR) look(x + at, n - at < NEAR ? n - at : NEAR, seen);
+}
+
+/* d = p - x */
+INLINE void moved(const float *restrict p, const float *restrict x, float *restrict d, int64_t n, Look *seen) {
+    for (int64_t at = 0; at < n; at += NEAR) {
+        const int64_t m = n - at < NEAR ? n - at : NEAR;
+        for (int64_t i = at; i < at + m; i++) d[i] = p[i] - x[i];
+        look(d + at, m, seen);
+    }
+}
+
+/* Sum of share * row, one row after another with two roundings each, over whole. */
+typedef struct { const uint64_t *rows; const float *shares; int nodes; float whole; } Sum;
+
+INLINE void add_up(const Sum *s, int64_t at, int64_t m, float *restrict acc) {
+    const float *row = (const float *)(uintptr_t)s->rows[0] + at, first = s->shares[0];
+    for (int64_t i = 0; i < m; i++) acc[i] = row[i] * first;
+    for (int k = 1; k < s->nodes; k++) {
+        const float share = s->shares[k];
+        row = (const float *)(uintptr_t)s->rows[k] + at;
+        for (int64_t i = 0; i < m; i++) acc[i] += row[i] * share;
+    }
+    if (s->whole != 1.0f) for (int64_t i = 0; i < m; i++) acc[i] /= s->whole;
+}
+
+/* The sum or its negative; out may be a row. */
+INLINE void mean(const Sum *s, int negative, float *out, int64_t from, int64_t n) {
+    float acc[NEAR];
+    for (int64_t at = from; at < from + n; at += NEAR) {
+        const int64_t m = from + n - at < NEAR ? from + n - at : NEAR;
+        add_up(s, at, m, acc);
+        if (negative) for (int64_t i = 0; i < m; i++) out[at + i] = -acc[i];
+        else memcpy(out + at, acc, (size_t)m * sizeof *acc);
+    }
+}
+
+/* Descent with g = -sum: v <- momentum * v + g, x <- x - lr * v, with Nesterov x <- x - lr * (g + momentum * v); without v,
+ * x <- x - lr * g. fused: with the fused multiply-adds that torch has on this processor. */
+typedef struct { float neg_lr, momentum; int nesterov, fused; } Descent;
+
+INLINE void descend(const Sum *s, const Descent *h, float *restrict x, float *restrict v, int64_t from, int64_t n) {
+    float g[NEAR];
+    const float neg_lr = h->neg_lr, momentum = h->momentum;
+    for (int64_t at = 0; at < n; at += NEAR) {
+        const int64_t m = n - at < NEAR ? n - at : NEAR;
+        float *restrict y = x + at, *restrict w = v ? v + at : NULL;
+        add_up(s, from + at, m, g);
+        for (int64_t i = 0; i < m; i++) g[i] = -g[i];
+        if (w) {
+            for (int64_t i = 0; i < m; i++) w[i] = w[i] * momentum + g[i];
+            if (!h->nesterov) memcpy(g, w, (size_t)m * sizeof *g);
+            else if (h->fused) for (int64_t i = 0; i < m; i++) g[i] = fmaf(w[i], momentum, g[i]);
+            else for (int64_t i = 0; i < m; i++) g[i] = g[i] + w[i] * momentum;
+        }
+        if (h->fused) for (int64_t i = 0; i < m; i++) y[i] = fmaf(g[i], neg_lr, y[i]);
+        else for (int64_t i = 0; i < m; i++) y[i] = y[i] + g[i] * neg_lr;
+    }
+}
+
 /* ---- instruction sets ---- */
 
 #define VARIANT(NAME, TARGET) TARGET static void unit_##NAME(const Unit *w) { unit(w); }
+#define ROUND(NAME, TARGET)                                                                                          \
+    TARGET static void looked_##NAME(const float *x, int64_t n, Look *seen) { looked(x, n, seen); }                  \
+    TARGET static void moved_##NAME(const float *p, const float *x, float *d, int64_t n, Look *seen) {               \
+        moved(p, x, d, n, seen);                                                                                    \
+    }                                                                                                               \
+    TARGET static void mean_##NAME(const Sum *s, int negative, float *out, int64_t from, int64_t n) {                \
+        mean(s, negative, out, from, n);                                                                            \
+    }                                                                                                               \
+    TARGET static void descend_##NAME(const Sum *s, const Descent *h, float *x, float *v, int64_t from, int64_t n) { \
+        descend(s, h, x, v, from, n);                                                                               \
+    }
 VARIANT(portable, )
+ROUND(portable, )
 #ifdef X86
 #include <immintrin.h>
 
@@ -387,14 +488,23 @@ __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-widt
     if (HANDMADE(w)) biclip_f32_avx2(w);
     else unit(w);
 }
+
+ROUND(avx2, __attribute__((target("avx2,fma"))))
 #endif
 
-typedef struct { const char *name; void (*run)(const Unit *); } Variant;
+typedef struct {
+    const char *name;
+    void (*run)(const Unit *);
+    void (*looked)(const float *, int64_t, Look *);
+    void (*moved)(const float *, const float *, float *, int64_t, Look *);
+    void (*mean)(const Sum *, int, float *, int64_t, int64_t);
+    void (*descend)(const Sum *, const Descent *, float *, float *, int64_t, int64_t);
+} Variant;
 static const Variant VARIANTS[] = { /* best last */
-    {"portable", unit_portable},
+    {"portable", unit_portable, looked_portable, moved_portable, mean_portable, descend_portable},
 #ifdef X86
-    {"avx2", unit_avx2},
-    {"avx512", unit_avx512},
+    {"avx2", unit_avx2, looked_avx2, moved_avx2, mean_avx2, descend_avx2},
+    {"avx512", unit_avx512, looked_avx2, moved_avx2, mean_avx2, descend_avx2},
 #endif
 };
 
@@ -508,4 +618,59 @@ EXPORT int tailopt_pass(int op, int variant, int threads, int tensors, const uin
         }
     free(s.partial);
     return 0;
+}
+
+/* ---- a round between nodes ---- */
+
+/* d = p - x piece by piece (or only a look at d, where p is NULL); into the slot of each piece: checksum, largest magnitude. */
+EXPORT void tailopt_moved(int variant, int threads, int pieces, const uint64_t *p, const uint64_t *x, const uint64_t *d,
+                          const int64_t *count, const int32_t *slot, uint64_t *sums, uint32_t *largest) {
+    const Variant *v = VARIANTS + variant;
+    for (int k = 0; k < pieces; k++) {
+        const int64_t n = count[k];
+        float *to = (float *)(uintptr_t)d[k];
+        uint64_t sum = 0;
+        uint32_t top = 0;
+#ifdef _OPENMP
+#pragma omp parallel for num_threads(threads) if (n >= SERIAL && threads > 1) reduction(+ : sum) reduction(max : top)
+#endif
+        for (int64_t at = 0; at < n; at += UNIT) {
+            const int64_t m = n - at < UNIT ? n - at : UNIT;
+            Look seen = {0, 0};
+            if (p) v->moved((const float *)(uintptr_t)p[k] + at, (const float *)(uintptr_t)x[k] + at, to + at, m, &seen);
+            else v->looked(to + at, m, &seen);
+            sum += seen.sum;
+            top = seen.largest > top ? seen.largest : top;
+        }
+        sums[slot[k]] += sum;
+        largest[slot[k]] = top > largest[slot[k]] ? top : largest[slot[k]];
+    }
+}
+
+EXPORT void tailopt_mean(int variant, int threads, const uint64_t *rows, const float *shares, int nodes, float whole,
+                         int negative, void *out, int64_t n) {
+    const Variant *v = VARIANTS + variant;
+    const Sum s = {rows, shares, nodes, whole};
+#ifdef _OPENMP
+#pragma omp parallel for num_threads(threads) if (n >= SERIAL && threads > 1)
+#endif
+    for (int64_t at = 0; at < n; at += UNIT) v->mean(&s, negative, (float *)out, at, n - at < UNIT ? n - at : UNIT);
+}
+
+/* Piece by piece: x and v (or v NULL) from the sum of the rows' elements that begin at from. */
+EXPORT void tailopt_descend(int variant, int threads, const uint64_t *rows, const float *shares, int nodes, float whole,
+                            int pieces, const int64_t *from, const int64_t *count, const uint64_t *x, const uint64_t *v,
+                            const float *neg_lr, float momentum, int nesterov, int fused) {
+    const Variant *best = VARIANTS + variant;
+    const Sum s = {rows, shares, nodes, whole};
+    for (int k = 0; k < pieces; k++) {
+        const Descent h = {neg_lr[k], momentum, nesterov, fused};
+        const int64_t n = count[k];
+        float *to = (float *)(uintptr_t)x[k], *state = v ? (float *)(uintptr_t)v[k] : NULL;
+#ifdef _OPENMP
+#pragma omp parallel for num_threads(threads) if (n >= SERIAL && threads > 1)
+#endif
+        for (int64_t at = 0; at < n; at += UNIT)
+            best->descend(&s, &h, to + at, state ? state + at : NULL, from[k] + at, n - at < UNIT ? n - at : UNIT);
+    }
 }

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-VERSION = 1  # of cpu.c; a library of another version is refused
+VERSION = 2  # of cpu.c; a library of another version is refused
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 BINS = 256  # octaves of a histogram
 OPERATIONS = {"biclip": 0, "rescale": 1, "count": 2}
@@ -44,6 +44,9 @@ class Library:
     variants: tuple[str, ...]
     openmp: bool
     _pass: Callable[..., int]
+    _moved: Callable[..., None]
+    _mean: Callable[..., None]
+    _descend: Callable[..., None]
 
     def run(
         self,
@@ -103,6 +106,99 @@ class Library:
         )
         if failed:
             raise MemoryError(f"No memory for the partial sums of a pass over {n} tensors.")
+
+    def moved_at(
+        self,
+        params: array[int] | None,
+        starts: array[int] | None,
+        deltas: array[int],
+        counts: array[int],
+        slots: array[int],
+        into: int,
+        variant: str | None = None,
+        threads: int | None = None,
+    ) -> tuple[array[int], array[float]]:
+        """delta = param - start in fp32, piece by piece; without params only a look at what is there.
+
+        Returns, for each of `into` slots, the sum of the 64-bit words of its pieces as a signed number, and their
+        largest magnitude: inf or NaN where an element is not finite.
+        """
+        sums, largest = array("q", bytes(8 * into)), array("f", bytes(4 * into))
+        self._moved(
+            len(self.variants) - 1 if variant is None else self.variants.index(variant),
+            1 if _forked else (threads or torch.get_num_threads()),
+            len(deltas),
+            params.buffer_info()[0] if params is not None else None,
+            starts.buffer_info()[0] if starts is not None else None,
+            deltas.buffer_info()[0],
+            counts.buffer_info()[0],
+            slots.buffer_info()[0],
+            sums.buffer_info()[0],
+            largest.buffer_info()[0],
+        )
+        return sums, largest
+
+    def mean_at(
+        self,
+        rows: array[int],
+        shares: array[float],
+        whole: float,
+        negative: bool,
+        out: int,
+        count: int,
+        variant: str | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """out = the sum of share * row over whole, or its negative; fp32, row after row, two roundings each."""
+        self._mean(
+            len(self.variants) - 1 if variant is None else self.variants.index(variant),
+            1 if _forked else (threads or torch.get_num_threads()),
+            rows.buffer_info()[0],
+            shares.buffer_info()[0],
+            len(rows),
+            whole,
+            negative,
+            out,
+            count,
+        )
+
+    def descend_at(
+        self,
+        rows: array[int],
+        shares: array[float],
+        whole: float,
+        starts: array[int],
+        counts: array[int],
+        params: array[int],
+        velocities: array[int] | None,
+        neg_lr: array[float],
+        momentum: float,
+        nesterov: bool,
+        fused: bool,
+        variant: str | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """Descent on the negative of what `mean_at` forms, with momentum where there are velocities.
+
+        Piece by piece, from the rows' elements at `starts`. fused: with fused multiply-adds where torch has them.
+        """
+        self._descend(
+            len(self.variants) - 1 if variant is None else self.variants.index(variant),
+            1 if _forked else (threads or torch.get_num_threads()),
+            rows.buffer_info()[0],
+            shares.buffer_info()[0],
+            len(rows),
+            whole,
+            len(params),
+            starts.buffer_info()[0],
+            counts.buffer_info()[0],
+            params.buffer_info()[0],
+            velocities.buffer_info()[0] if velocities is not None else None,
+            neg_lr.buffer_info()[0],
+            momentum,
+            nesterov,
+            fused,
+        )
 
 
 def addresses(tensors: Sequence[Tensor]) -> array[int]:
@@ -177,4 +273,12 @@ def _load() -> tuple[Library | None, str]:
     one_pass = handle.tailopt_pass
     one_pass.argtypes = [ctypes.c_int] * 4 + [ctypes.c_void_p] * 10 + [ctypes.c_int]
     one_pass.restype = ctypes.c_int
-    return Library(path, variants, bool(handle.tailopt_openmp()), one_pass), ""
+    moved, mean = handle.tailopt_moved, handle.tailopt_mean
+    moved.argtypes, moved.restype = [ctypes.c_int] * 3 + [ctypes.c_void_p] * 7, None
+    mean.argtypes = [ctypes.c_int] * 2 + [ctypes.c_void_p] * 2 + [ctypes.c_int, ctypes.c_float, ctypes.c_int]
+    mean.argtypes += [ctypes.c_void_p, ctypes.c_int64]
+    descend = handle.tailopt_descend
+    descend.argtypes = [ctypes.c_int] * 2 + [ctypes.c_void_p] * 2 + [ctypes.c_int, ctypes.c_float, ctypes.c_int]
+    descend.argtypes += [ctypes.c_void_p] * 5 + [ctypes.c_float, ctypes.c_int, ctypes.c_int]
+    mean.restype = descend.restype = None
+    return Library(path, variants, bool(handle.tailopt_openmp()), one_pass, moved, mean, descend), ""

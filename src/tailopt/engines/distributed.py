@@ -7,6 +7,7 @@ no step in it: `step()` returns only when its own next round begins, and until t
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,14 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from tailopt.algorithms import Algorithm
 from tailopt.clipping.shards import by_ranks, is_dtensor, local_part, over_shards
 from tailopt.engines.exchange import Exchange, Wire
 from tailopt.engines.keeping import (
+    Crew,
     Keeper,
     Resumed,
+    all_excluded,
     counted,
     described,
     generators,
@@ -37,10 +41,12 @@ from tailopt.engines.peers import shape
 from tailopt.engines.sequential import Buffers, real
 from tailopt.optimizers.biclip import BiClip
 from tailopt.optimizers.l2clip import L2Clip
+from tailopt.rounds import robust
 from tailopt.rounds.blocks import root, squares
+from tailopt.rounds.drops import DROPPED, ON_DROP
 from tailopt.rounds.guard import Bound, bound
 from tailopt.rounds.participants import Chooser, Participants, Sampling, checked_weights, how_many
-from tailopt.rounds.round import Report
+from tailopt.rounds.round import EveryoneExcluded, Own, Report
 from tailopt.rounds.settings import Settings
 from tailopt.rules.adagrad import ADAGRAD
 from tailopt.rules.adam import ADAM, ADAMW, fresh
@@ -62,6 +68,7 @@ class Node:
         self.outer: list[State] = [{} for _ in self.exchange.segments]
         self.average: Tensor | None = None
         self.round = 0
+        self.own: Own | None = None  # where this node goes on from, if that is not from the synchronised weights
         self._views = self.exchange.layout.views(self.x, self.exchange.shapes)
         self._before: dict[str, Tensor] = {}
         torch._foreach_copy_(self._views, own)
@@ -114,18 +121,25 @@ class Node:
         guard: bool = True,
         loss: float = float("nan"),
         send: bool = False,
+        aggregate: robust.Aggregate | None = None,
+        on_drop: str = "sync",
     ) -> Report:
         """End the round: exchange displacements, take the outer step, load the new weights.
 
-        send: the outer second moment travels with the weights.
+        send: the outer second moment travels with the weights. With on_drop "keep", what this node had is set aside
+        where its contribution was lost.
         """
         exchange = self.exchange
         if exchange.wire.node in who.shares:
-            for view, p, d in zip(self._views, self.local(), exchange.deltas, strict=True):
-                # from the start in the parameter's own type: its rounding is no movement
-                torch.sub(p.to(d), view.to(p.dtype).to(d), out=d)
-        report, mean = exchange.close(self.round + 1, who, self.x, self._buffers(), limits, loss, guard, self._before)
-        exchange.outer(self.x, self.outer, outer, numbers, projection)
+            exchange.moved(self.local(), self.x)
+        report, mean = exchange.close(
+            self.round + 1, who, self.x, self._buffers(), limits, loss, guard, self._before, aggregate
+        )
+        if exchange.wire.node in who.shares:
+            lost = any(e.node == exchange.wire.node and e.reason == DROPPED for e in report.excluded)
+            self.own = self._copied() if lost and on_drop == "keep" else None
+        if report.used:  # where nothing arrived, nothing moves
+            exchange.outer(self.x, self.outer, outer, numbers, projection)
         if send:
             self.second_moment = self._gathered("exp_avg_sq")
         self.round += 1
@@ -136,6 +150,18 @@ class Node:
         return report
 
     second_moment: Tensor | None = None
+
+    def _copied(self) -> Own:
+        buffers = {name: b.clone() for name, b in self.buffers.now().items()} if self.buffers else {}
+        return Own([p.clone() for p in self.local()], buffers)
+
+    @torch.no_grad()
+    def go_on(self) -> None:
+        """Begin a round of one's own: from the synchronised weights, or from what was set aside."""
+        if self.own is not None:
+            torch._foreach_copy_(self.local(), self.own.weights)
+            if self.buffers:
+                self.buffers.load(self.own.buffers)
 
     def _gathered(self, name: str) -> Tensor:
         """A tensor of the outer state, from everybody's stretch."""
@@ -213,8 +239,8 @@ class NestedOptimizer(Optimizer):
         x_i <- inner steps from x;    delta = sum of w_i (x_i - x);    x <- outer step(x, delta)
 
     `param_groups` and `state` are the inner optimizer's own, so schedulers, scalers and checkpoints see that one. Every
-    process of the group is a node. Construct it on all nodes, after `torch.distributed.init_process_group`; the weights
-    of node 0 are everybody's.
+    process is a node, or every rank of `mesh`. Construct it on all nodes, after `torch.distributed.init_process_group`;
+    the weights of node 0 are everybody's.
 
     Args:
         optimizer: the inner optimizer.
@@ -223,9 +249,13 @@ class NestedOptimizer(Optimizer):
         local_steps: inner steps of a round.
         model: for the names of parameters and for buffers; without it parameters are called 0, 1, ... and buffers stay
             local.
-        group: the nodes; by default all processes.
+        mesh: the nodes: a DeviceMesh of one dimension, such as `mesh["node"]`, or a process group; by default all
+            processes.
         weight: of this node in the mean.
-        participation, participants, sampling, seed, projection, guard: as in `tailopt.simulate`.
+        participation, participants, sampling, seed, projection, average, guard, aggregate: as in `tailopt.simulate`.
+        on_drop: where this node goes on when its contribution to a round is lost: "sync", from the synchronised
+            weights, or "keep", from its own; then its next displacement is everything since, and only its finiteness
+            is judged.
         inner_state: "keep", or "reset" to make the inner optimizer's state anew in every round.
         rounds: after so many the run is `finished`; needed where not everybody takes part in every round, so that
             nobody waits for nodes that have left.
@@ -254,13 +284,15 @@ class NestedOptimizer(Optimizer):
         *,
         local_steps: int,
         model: torch.nn.Module | None = None,
-        group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | dist.ProcessGroup | None = None,
         weight: float = 1.0,
         participation: float | Chooser = 1.0,
         participants: int | None = None,
         sampling: str = "uniform",
         seed: int = 0,
         guard: bool = True,
+        aggregate: str | robust.Aggregate = "mean",
+        on_drop: str = "sync",
         projection: float | None = None,
         inner_state: str = "keep",
         average: bool = False,
@@ -281,6 +313,9 @@ class NestedOptimizer(Optimizer):
             raise ValueError(f"Invalid local_steps: {local_steps!r}; need a whole number, 1 or more.")
         if inner_state not in ("keep", "reset"):
             raise ValueError(f'Invalid inner_state: {inner_state!r}; need "keep" or "reset".')
+        if on_drop not in ON_DROP:
+            raise ValueError(f'Invalid on_drop: {on_drop!r}; need "sync" or "keep".')
+        robust.chosen(aggregate, sampling=sampling)
         for word, value in (("checkpoint_every", checkpoint_every), ("keep", keep)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"Invalid {word}: {value!r}; need a whole number, 1 or more.")
@@ -293,10 +328,14 @@ class NestedOptimizer(Optimizer):
         self.optimizer = optimizer
         self._checkpoint_every, self._extra = (checkpoint_every if run is not None else None), extra
         self.local_steps, self._guard, self._projection, self._inner_state = local_steps, guard, projection, inner_state
+        self._on_drop, self._aggregate = on_drop, robust.chosen(aggregate)
+        self._apart: set[int] = set()  # nodes that go on from weights of their own
+        self._inner_before: Any = None  # this node's inner state as its round began, for one that is excluded
         self._algorithm = algorithm or Algorithm(outer, "sgd", outer_settings or {}, {"ilr": 0.0})
         names, params = _named(optimizer, model)
         self._settings = settings
         self._outer_settings = settings or Settings(self._algorithm, None, names)
+        group = _across(mesh)
         _shards(group, params)  # before anybody is asked: the ranks of a node have nothing to agree on
         wire = Wire.of(group, timeout)
         self._peers = wire.peers
@@ -307,6 +346,7 @@ class NestedOptimizer(Optimizer):
             self._peers.agree(self._facts(names, params, held, average), exact)
         weights = wire.gather(torch.tensor([float(weight)], dtype=torch.float64)).reshape(-1).tolist()
         self._sampling = replace(self._sampling, weights=checked_weights(weights, wire.nodes))
+        robust.chosen(aggregate, self._sampling.weights, sampling)
         self.node = Node(wire, names, params, held)
         if average:
             self.node.average = torch.zeros_like(self.node.x)
@@ -342,11 +382,14 @@ class NestedOptimizer(Optimizer):
             "send_preconditioner": algorithm.send_preconditioner,
             "local_steps": self.local_steps,
             "rounds": self.rounds,
+            "schedules": {} if settings is None else settings.scheduled(self.rounds, self.local_steps),
             "participants": self._sampling.count,
             "sampling": self._sampling.kind,
             "seed": self._sampling.seed,
             "projection": self._projection,
             "guard": self._guard,
+            "aggregate": "mean" if self._aggregate is None else str(self._aggregate),
+            "on_drop": self._on_drop,
             "average": average,
             "checkpoint_every": self._checkpoint_every,
         }
@@ -434,6 +477,19 @@ class NestedOptimizer(Optimizer):
         while not self.finished and self.node.exchange.wire.node not in self._sampling.draw(self.node.round + 1).shares:
             self._close()
             self._begin()
+        if not self.finished:
+            self.node.go_on()
+            self._remember()
+
+    def _remember(self) -> None:
+        """A kept inner state as the round begins: to that it goes back where this node is excluded."""
+        if self._inner_state == "keep" and (self._guard or self._aggregate is not None):
+            self._inner_before = copy.deepcopy(self.optimizer.state_dict()["state"])
+
+    def _forget(self) -> None:
+        """Undo what this round did to the inner state."""
+        if self._inner_state == "keep" and self._inner_before is not None:
+            load_inner(self.optimizer, {**self.optimizer.state_dict(), "state": self._inner_before})
 
     @property
     def finished(self) -> bool:
@@ -454,23 +510,30 @@ class NestedOptimizer(Optimizer):
         if self._peers is not None:
             self._peers.round = t
         who = self._sampling.draw(t)
-        report = self.node.close(
-            who,
-            {node: self._limit(t, node) for node in who.shares},
-            self._outer_settings.outer_rule,
-            self._outer_settings.outer(t),
-            self._projection,
-            self._guard,
-            self._loss,
-            bool(self._algorithm.send_preconditioner),
-        )
+        try:
+            report = self.node.close(
+                who,
+                {node: self._limit(t, node) for node in who.shares},
+                self._outer_settings.outer_rule,
+                self._outer_settings.outer(t),
+                self._projection,
+                self._guard,
+                self._loss,
+                bool(self._algorithm.send_preconditioner),
+                self._aggregate,
+                self._on_drop,
+            )
+        except EveryoneExcluded as error:
+            raise all_excluded(error, self._keeper) from None
         for node in who.shares:
             self._taken[node] += self.local_steps
+        if self.node.exchange.wire.node in {e.node for e in report.excluded if e.reason != DROPPED}:
+            self._forget()
         times = {i: who.drawn.count(i) for i in who.shares}
         self.history.append(
             {
                 "round": t,
-                "loss": sum(report.used[i] * loss for i, loss in report.losses.items()),
+                "loss": report.loss(),
                 "participants": who.drawn,
                 "weights": [report.used.get(i, 0.0) / times[i] for i in who.drawn],
                 "excluded": [e.as_dict() for e in report.excluded],
@@ -478,9 +541,16 @@ class NestedOptimizer(Optimizer):
                 "statistics": {},
             }
         )
+        self._set_apart(self.history[-1])
         for logger in self._loggers:
             logger(self.history[-1])
         self._keep_round()
+
+    def _set_apart(self, row: Mapping[str, Any]) -> None:
+        """Who goes on from where, after a round; all nodes know, since the guard has no bound for such a one."""
+        if self._on_drop == "keep":
+            lost = {e["node"] for e in row["excluded"] if e["reason"] == DROPPED}
+            self._apart = (self._apart - set(row["participants"])) | lost
 
     @property
     def taken(self) -> int:
@@ -522,11 +592,6 @@ class NestedOptimizer(Optimizer):
         """The run folder, opened by all nodes; None where there is none."""
         if run is None:
             return None
-        if self.node.exchange.shards is not None:
-            raise ValueError(
-                "Invalid run: the parameters of a node are sharded over several ranks, and their checkpoints cannot be "
-                "written yet. Leave `run` out, and save what torch.distributed.checkpoint saves."
-            )
         sampling = self._sampling
         facts = {
             **described(self._algorithm, self._settings, self.optimizer),
@@ -541,10 +606,13 @@ class NestedOptimizer(Optimizer):
             "projection": self._projection,
             "average": self.node.average is not None,
             "guard": self._guard,
+            # None: so in folders from before
+            "aggregate": None if self._aggregate is None else str(self._aggregate),
+            "on_drop": None if self._on_drop == "sync" else self._on_drop,
             "seed": sampling.seed,
             **(describe or {}),
         }
-        keeper = Keeper(self.node.exchange.wire, Path(run), keep)
+        keeper = Keeper(Crew(self.node.exchange.wire, self.node.exchange.shards), Path(run), keep)
         keeper.open(facts, resume)
         return keeper
 
@@ -564,6 +632,9 @@ class NestedOptimizer(Optimizer):
             self.node.second_moment = self.node._gathered("exp_avg_sq")
         self._taken = [*snapshot.meta["taken"], *[0] * nodes][:nodes]
         self.history = self._keeper.history(self.node.round)
+        for row in self.history:
+            self._set_apart(row)
+        self._apart &= set(range(min(nodes, int(snapshot.meta["writers"]))))  # the others start fresh
         if own is not None:
             self._restore_own(own, step)
         extra = own["extra"] if own is not None else {}
@@ -595,7 +666,10 @@ class NestedOptimizer(Optimizer):
             "random": generators(self._device()),
             "extra": dict(extra),
         }
+        if self.node.own is not None:
+            own["own"] = {"weights": self.node.own.weights, "buffers": self.node.own.buffers}
         if step:
+            own["inner_before"] = self._inner_before
             own["done"] = counted(self._done)
             own["weights"] = dict(zip(self.node.exchange.names, self.node.local(), strict=True))
             own["buffers"] = dict(self.node.buffers.now()) if self.node.buffers else {}
@@ -605,8 +679,10 @@ class NestedOptimizer(Optimizer):
     def _restore_own(self, own: Mapping[str, Any], step: int) -> None:
         load_inner(self.optimizer, own["optimizer"])
         self._loss = own["loss"]
+        self.node.own = Own(**own["own"]) if "own" in own else None
         set_generators(own["random"], self._device())
         if step:
+            self._inner_before = own.get("inner_before")
             self._done = one_by_one(own["done"])
             for name, p in zip(self.node.exchange.names, self.node.local(), strict=True):
                 p.copy_(own["weights"][name])
@@ -618,6 +694,8 @@ class NestedOptimizer(Optimizer):
 
     def _limit(self, t: int, node: int) -> Bound:
         """How far a node can have moved: from the agreed settings, or from the steps of this node's inner optimizer."""
+        if node in self._apart:
+            return Bound(None)
         if self._settings is not None:
             return self._settings.limit(t, self._taken[node], self.local_steps)
         rule = _rule_of(self.optimizer)
@@ -668,6 +746,19 @@ def _local(p: Tensor) -> Tensor:
     return (p.to_local() if is_dtensor(p) else p).detach()
 
 
+def _across(mesh: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The process group of the nodes."""
+    if not isinstance(mesh, DeviceMesh):
+        return mesh
+    if mesh.ndim != 1:
+        names = f" ({', '.join(mesh.mesh_dim_names)})" if mesh.mesh_dim_names else ""
+        raise ValueError(
+            f"Invalid mesh: it has {mesh.ndim} dimensions{names}; need one, that across the nodes. "
+            'Give that one, such as mesh=mesh["node"].'
+        )
+    return mesh.get_group()
+
+
 def _shards(across: dist.ProcessGroup | None, params: Sequence[Tensor]) -> Wire | None:
     """The other ranks of this node, where its parameters are sharded over several."""
     spread = {groups for groups in by_ranks(params) if groups}
@@ -682,7 +773,7 @@ def _shards(across: dist.ProcessGroup | None, params: Sequence[Tensor]) -> Wire 
     inside, nodes = (set(dist.get_process_group_ranks(g)) for g in (group, across))
     if len(inside & nodes) > 1:
         raise ValueError(
-            f"Invalid group: ranks {sorted(inside & nodes)} hold shards of one node, and cannot be nodes themselves. "
-            'Give the group across the nodes, such as group=mesh["node"].get_group().'
+            f"Invalid mesh: ranks {sorted(inside & nodes)} hold shards of one node, and cannot be nodes themselves. "
+            'Give the dimension across the nodes, such as mesh=mesh["node"].'
         )
     return Wire.of(group)

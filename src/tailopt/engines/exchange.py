@@ -4,9 +4,9 @@ Each node owns a stretch of the flat buffer. It receives that stretch of every n
 judges it; verdicts are exchanged, so that an exclusion is unanimous; then it adds up in ascending node order, takes the
 outer step on its stretch (the outer state lives there too), and sends the new weights back:
 
-    header      round, node, weight, elements, a checksum of every stretch      all gather, before anything large
+    header      round, node, weight, elements, a checksum of every stretch      to everybody, before anything large
     shards      stretch k of my displacement to node k                          point to point
-    verdicts    damaged, not finite, beyond the bound: about every node         all gather
+    verdicts    damaged, not finite, beyond the bound: about every node         to everybody
     sum, step   my stretch: weighted mean, outer rule, projection               no traffic, but for norms
     weights     my stretch to everybody                                         point to point
 
@@ -30,15 +30,19 @@ from torch import Tensor
 
 from tailopt.clipping.operators import arithmetic
 from tailopt.clipping.shards import by_ranks, local_part
-from tailopt.engines.peers import Peers
+from tailopt.engines import passes
+from tailopt.engines.passes import Look, Span
+from tailopt.engines.peers import Peers, on_cpu
 from tailopt.rounds.blocks import BLOCK, root
+from tailopt.rounds.drops import Dropped, empty
 from tailopt.rounds.guard import SLACK, Bound, Exclusion, exceeded, judge
 from tailopt.rounds.participants import Participants
+from tailopt.rounds.robust import Aggregate
 from tailopt.rounds.round import BufferMean, EveryoneExcluded, Report
 from tailopt.rules.rule import Numbers, Rule, State, of
 
 PIECE = 4 * BLOCK  # elements: an outer rule's four arrays of them fit the cache of a core
-MESSAGE = 1 << 20  # elements at most: smaller ones cost more in turns than they gain, larger ones make others wait
+MESSAGES = 1 << 18, 1 << 20  # elements, a quarter of a stretch: smaller ones cost turns, larger ones make others wait
 ALIGNMENT = 16  # elements: a cache line of fp32, and an even count, so that checksums can read pairs
 
 
@@ -114,6 +118,7 @@ class Wire:
         """The nodes of a process group, by default of all processes; watched, where a timeout is given."""
         group = group or dist.group.WORLD
         assert group is not None
+        group = on_cpu(group)
         peers = Peers(group, timeout) if timeout is not None else None
         return cls(group, dist.get_rank(group), dist.get_world_size(group), peers)
 
@@ -126,7 +131,10 @@ class Wire:
     def gather(self, mine: Tensor) -> Tensor:
         """Everybody's small tensor, stacked in node order."""
         out = mine.new_empty((self.nodes, *mine.shape))
-        self._watched(lambda: dist.all_gather(list(out.unbind(0)), mine.contiguous(), group=self.group))
+        out[self.node] = mine
+        rows = list(out.view(self.nodes, -1).unbind(0))
+        # point to point: gloo's all_gather is a ring, whose turns take twice as long with four nodes
+        self._watched(lambda: self._swap([rows[self.node]] * self.nodes, rows))
         return out
 
     def broadcast(self, flat: Tensor) -> None:
@@ -142,24 +150,25 @@ class Wire:
         others = [(self.node + k) % self.nodes for k in range(1, self.nodes)]
         works = []
         for k, part in _messages(incoming, others):
-            works.append(dist.irecv(part, dist.get_global_rank(self.group, k), group=self.group))
+            works.append(self.group.recv([part], k, 0))
         for k, part in _messages(outgoing, others):
-            works.append(dist.isend(part, dist.get_global_rank(self.group, k), group=self.group))
+            works.append(self.group.send([part], k, 0))
         for work in works:
-            if work is not None:
-                work.wait()
+            work.wait()
 
 
 def _messages(tensors: Sequence[Tensor], others: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
     """What goes to or comes from each, in turns: large tensors in several messages, empty ones in none."""
-    parts = {k: tensors[k].split(MESSAGE) for k in others if tensors[k].numel()}
+    parts = {k: tensors[k].split(_message(tensors[k].numel())) for k in others if tensors[k].numel()}
     for turn in range(max(map(len, parts.values()), default=0)):
         yield from ((k, cut[turn]) for k, cut in parts.items() if turn < len(cut))
 
 
-def checksum(x: Tensor) -> int:
-    """The sum of the 64-bit words, modulo 2^64: any single flipped bit changes it. Needs an even count of fp32."""
-    return int(x.view(torch.int64).sum()) if x.numel() else 0
+def _message(count: int) -> int:
+    """How many elements of so many go in one message: all messages of a stretch are of about the same size."""
+    least, most = MESSAGES
+    size = min(max(count // 4, least), most)
+    return -(-count // max(round(count / size), -(-count // most)))
 
 
 @dataclass
@@ -191,19 +200,36 @@ class Exchange:
         self.mine = self.layout.stretch(self.wire.node)
         self.segments = self.layout.segments(self.wire.node)
         self.delta = torch.zeros(self.layout.total, dtype=self.dtype)
-        self.deltas = self.layout.views(self.delta, self.shapes)
         length = self.mine.stop - self.mine.start
         # of every node: what it moved in this stretch; this node's own is where it was formed
         rows = torch.zeros(self.wire.nodes - 1, length, dtype=self.dtype).unbind(0)
         here = self.wire.node
         self._received = [*rows[:here], self.delta[self.mine], *rows[here:]]
         self.mean = self._received[here]
+        self._looks = [Look()] * self.wire.nodes
+        self._sum: _Sum | None = None
+        self._starts = [s.start - self.mine.start for s in self.segments]
+        self._spans = [
+            Span(s.tensor, s.start - self.layout.offsets[s.tensor], s.start, s.stop - s.start, k)
+            for k in range(self.wire.nodes)
+            for s in self.layout.segments(k)
+        ]
         self._blocks = [self._blocks_of(k) for k in range(self.wire.nodes)]
         spread = by_ranks(self.owners)
         self._sharded = {i for groups, members in spread.items() if groups for i in members}
         if self.shards is not None:
             sizes = self.shards.gather(torch.tensor(self.layout.sizes, dtype=torch.int64))
             self._shard_layouts = [Layout(tuple(row), self.wire.nodes) for row in sizes.tolist()]
+
+    def moved(self, params: Sequence[Tensor], x: Tensor) -> None:
+        """Form `self.delta`: how far this node's parameters are from the synchronised weights."""
+        self._looks = passes.moved(params, x, self.delta, self._spans, self.layout.cuts)
+
+    def ahead(self, i: int) -> int | None:
+        """How much of a tensor the ranks of this node before this one hold; None where every rank holds all of it."""
+        if self.shards is None or i not in self._sharded:
+            return None
+        return sum(layout.sizes[i] for layout in self._shard_layouts[: self.shards.node])
 
     def cut(self, flat: Tensor) -> list[Tensor]:
         """This node's stretch of a flat buffer, by tensor."""
@@ -219,17 +245,20 @@ class Exchange:
         loss: float,
         guard: bool = True,
         before: Mapping[str, Tensor] | None = None,
+        aggregate: Aggregate | None = None,
     ) -> tuple[Report, dict[str, Tensor]]:
-        """Judge and add up: afterwards `self.mean` is this node's stretch of the mean displacement.
+        """Judge what was moved; then `outer` can add it up and take the step.
 
-        x: the synchronised weights, flat, from which `self.delta` was formed; before: the buffers as the round began.
-        Returns the report, the same on every node, and the mean buffers.
+        x: the synchronised weights, flat, from which `moved` went; before: the buffers as the round began.
+        aggregate: a robust one in the mean's place. Returns the report, the same on every node, and the mean buffers.
+        Where every contribution was lost, nobody is `used` and there is no mean.
         """
-        part = self.wire.node in who.shares
-        heads = self._headers(t, part, loss)
-        nothing = self.delta[:0]  # nobody waits for those who did not move
+        heads = self._headers(t, self.wire.node in who.shares, loss)
+        there = {k for k in who.shares if heads[k][3]}  # the header says whether anything follows
+        nothing = self.delta[:0]  # nobody waits for those who did not move, or whose contribution is lost
+        part = self.wire.node in there
         outgoing = [self.delta[self.layout.stretch(k)] if part else nothing for k in range(self.wire.nodes)]
-        self.wire.swap(outgoing, [row if k in who.shares else nothing for k, row in enumerate(self._received)])
+        self.wire.swap(outgoing, [row if k in there else nothing for k, row in enumerate(self._received)])
         everyone = self._everyones(buffers)
         report = Report(steps={})
         verdicts = self._verdicts(t, who, heads, x, limits, everyone, before, guard)
@@ -238,31 +267,65 @@ class Exchange:
                 report.excluded.append(verdicts[node])
             else:
                 report.used[node] = share
-                report.losses[node] = _float(int(heads[node, 4]))
+                report.losses[node] = _float(heads[node][4])
+        if aggregate is not None and report.used:
+            self._leave_out_outliers(report, aggregate)
         if not any(report.used.values()):
-            raise EveryoneExcluded.of(t, report.excluded)
+            if not empty(report.excluded):
+                raise EveryoneExcluded.of(t, report.excluded)
+            report.used, report.losses = {}, {}
+            return report, dict(before or {})
         whole = 1.0 if not report.excluded else math.fsum(report.used.values())
-        self.mean = _added_up([self._received[i] for i in report.used], list(report.used.values()), whole)
-        mean = _mean_buffers(everyone, report.used, whole, buffers)
+        rows = [self._received[i] for i in report.used]
+        combine = aggregate.combine(self._length) if aggregate is not None else None
+        if combine is None:
+            self.mean, self._sum = rows[0], _Sum(rows, list(report.used.values()), whole)
+        else:
+            (self.mean,), self._sum = combine([[row] for row in rows]), None
+        into = BufferMean() if aggregate is None else BufferMean.median()
+        mean = _mean_buffers(into, everyone, report.used, whole, buffers)
         report.used = {i: share / whole for i, share in report.used.items()}
         return report, mean
 
+    def _leave_out_outliers(self, report: Report, aggregate: Aggregate) -> None:
+        far = aggregate.outliers([[self._received[i]] for i in report.used], list(report.used), self._length)
+        report.excluded += far
+        for excluded in far:
+            del report.used[excluded.node], report.losses[excluded.node]
+
+    def _length(self, delta: Sequence[Tensor]) -> float:
+        """The norm of a displacement of which every node has its stretch; all nodes ask at once."""
+        (stretch,) = delta
+        return root(self.norms(stretch))
+
     def outer(self, x: Tensor, states: Sequence[State], rule: Rule, numbers: Numbers, radius: float | None) -> None:
-        """The outer step and the projection on this node's stretch of x; then everybody gets everybody's."""
+        """The mean, the outer step and the projection on this node's stretch of x; then everybody gets everybody's."""
         more: dict[str, Any] = {}
         if rule.name in ("biclip-l2", "l2clip"):
+            if self._sum is not None:  # the norm needs all of it first
+                self._sum.form(0, self.mean.numel())
+                self._sum = None
             squares = self.norms(self.mean)
             by_tensor = numbers.get("scope") == "tensor"
             more["norm"] = [root([squares[s.tensor]]) for s in self.segments] if by_tensor else root(squares)
         own = self.cut(x)
         delta = self._parts(self.mean)
-        if own:
-            _step(rule, own, delta, states, {**self._by_segment(numbers), **more})
+        by_segment = {**self._by_segment(numbers), **more}
+        if own and not (self._sum is not None and self._sum.descended(rule, own, states, by_segment, self._starts)):
+            _step(rule, own, delta, states, by_segment, self._negative)
         if radius is not None:
             length = root(self.norms(x[self.mine]))
             if length > radius and own:
                 torch._foreach_mul_(own, radius / length)
         self.share(x)
+
+    def _negative(self, i: int, d: Tensor, cut: slice) -> Tensor:
+        """A piece of the i-th segment's negated mean; added up only now, so that the step finds it in the cache."""
+        piece = d[cut]
+        if self._sum is None:
+            return piece.neg_()
+        self._sum.form(self._starts[i] + cut.start, piece.numel(), negative=True)
+        return piece
 
     def share(self, flat: Tensor) -> None:
         """Everybody's stretch of a flat buffer to everybody."""
@@ -323,12 +386,12 @@ class Exchange:
             value = local_part(value, self.owners[s.tensor])
         return value.expand(self.shapes[s.tensor]).reshape(-1)[s.start - offset : s.stop - offset].to(self.delta.device)
 
-    def _headers(self, t: int, part: bool, loss: float) -> Tensor:
+    def _headers(self, t: int, part: bool, loss: float) -> list[list[int]]:
         """Everybody's header. Another number of elements ends the run; another round or node is left out later."""
-        sums = [checksum(self.delta[self.layout.stretch(k)]) if part else 0 for k in range(self.wire.nodes)]
+        sums = [seen.checksum if part else 0 for seen in self._looks]
         mine = torch.tensor([t, self.wire.node, self.layout.total, int(part), _bits(loss), *sums], dtype=torch.int64)
-        heads = self.wire.gather(mine)
-        for k, elements in enumerate(heads[:, 2].tolist()):
+        heads: list[list[int]] = self.wire.gather(mine).tolist()
+        for k, (_, _, elements, *_) in enumerate(heads):
             if elements != self.layout.total:
                 raise Damaged(
                     f"Round {t}: node {k} came with {elements} elements, and {self.layout.total} were expected. "
@@ -340,7 +403,7 @@ class Exchange:
         self,
         t: int,
         who: Participants,
-        heads: Tensor,
+        heads: Sequence[Sequence[int]],
         x: Tensor,
         limits: Mapping[int, Bound],
         buffers: Sequence[Mapping[str, Tensor]],
@@ -352,29 +415,37 @@ class Exchange:
         places = [*self.names, *(buffers[0] if buffers else ())]
         for node in who.shares:
             row = self._received[node]
-            number, sender = heads[node, :2].tolist()
+            number, sender, _, sent, *_ = heads[node]
+            if not sent:
+                mine[node] = torch.tensor([6.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+                continue
             if number != t or sender != node:  # everybody has the same headers, so everybody says the same
                 wrong = (4.0, 0.0, float(number), float(t)) if number != t else (5.0, 0.0, float(sender), float(node))
                 mine[node] = torch.tensor(wrong, dtype=torch.float64)
                 continue
-            if node != self.wire.node and checksum(row) != int(heads[node, 5 + self.wire.node]):
+            seen = self._looks[node] if node == self.wire.node else passes.look(row)
+            if node != self.wire.node and seen.checksum != heads[node][5 + self.wire.node]:
                 mine[node] = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
                 continue
             if not guard:
                 continue
-            found = self._judged(node, row, x, limits[node], buffers[node], before)
+            found = self._judged(node, row, seen.top, x, limits[node], buffers[node], before)
             if found is not None:
                 code = 2.0 if found.bound is None else 3.0
                 tensor = float(places.index(found.tensor))
                 mine[node] = torch.tensor([code, tensor, found.value, found.bound or 0.0], dtype=torch.float64)
-        seen = self.wire.gather(mine)
+        all_seen = self.wire.gather(mine)
         if self.shards is not None:  # what one rank of a node saw, all of them act on
-            seen = self.shards.gather(seen).flatten(0, 1)
+            all_seen = self.shards.gather(all_seen).flatten(0, 1)
         verdicts: dict[int, Exclusion] = {}
+        by_node = all_seen.transpose(0, 1).tolist()
         for node in who.shares:
-            rows = [row for row in seen[:, node].tolist() if row[0]]
+            rows = [row for row in by_node[node] if row[0]]
             if rows:
                 code, tensor, value, most = min(rows, key=lambda r: (r[0], r[1], r[3] - abs(r[2])))
+                if code == 6.0:
+                    verdicts[node] = Dropped.of(node)
+                    continue
                 place = places[int(tensor)] if code in (2.0, 3.0) else "what arrived"
                 verdicts[node] = Exclusion(node, place, value, most if code == 3.0 else None, _REASONS[int(code)])
         if guard:
@@ -385,13 +456,14 @@ class Exchange:
         self,
         node: int,
         row: Tensor,
+        top: float,
         x: Tensor,
         limit: Bound,
         buffers: Mapping[str, Tensor],
         before: Mapping[str, Tensor] | None,
     ) -> Exclusion | None:
         """The guard's word about a node's buffers and this stretch of its displacement; norms come later."""
-        if _plainly_within(row, limit):
+        if _plainly_within(top, limit):
             return judge(node, [], [], [], Bound(None), buffers, before)
         names = [self.names[s.tensor] for s in self.segments]
         begun = [part.to(self.kinds[s.tensor]) for part, s in zip(self.cut(x), self.segments, strict=True)]
@@ -462,15 +534,11 @@ _REASONS = {
 }
 
 
-def _plainly_within(row: Tensor, limit: Bound) -> bool:
-    """Whether one pass shows that the guard would find nothing: all finite, and below the least bound there is.
+def _plainly_within(top: float, limit: Bound) -> bool:
+    """Whether the largest magnitude shows that the guard would find nothing: finite, and below the least bound.
 
     Half the slack leaves room for the roundings of the exact test, which costs a dozen passes.
     """
-    if not row.numel():
-        return True
-    low, high = map(float, torch.aminmax(row))
-    top = max(-low, high)
     if not top < math.inf:  # NaN too
         return False
     if limit.kind != "coordinate":
@@ -479,31 +547,45 @@ def _plainly_within(row: Tensor, limit: Bound) -> bool:
     return not any(isinstance(a, Tensor) for a in floors) and top <= min(floors) * (1 + SLACK / 2)
 
 
-def _added_up(rows: Sequence[Tensor], shares: Sequence[float], whole: float) -> Tensor:
-    """The weighted mean: the first, then one after another with two roundings each. In the memory of the first."""
-    scaled = rows[0].new_empty(min(rows[0].numel(), MESSAGE // 4))  # what stays in the cache is not written back
-    over = torch.tensor(whole, dtype=torch.float64).to(scaled)
-    for mean, *others in zip(*(row.split(MESSAGE // 4) for row in rows), strict=True):
-        mean.mul_(shares[0])
-        for part, share in zip(others, shares[1:], strict=True):
-            mean.add_(torch.mul(part, share, out=scaled[: part.numel()]))
-        if whole != 1.0:
-            mean.div_(over)
-    return rows[0]
+@dataclass(frozen=True)
+class _Sum:
+    """A weighted mean that is still to be formed, in the memory of the first row."""
+
+    rows: Sequence[Tensor]
+    shares: Sequence[float]
+    whole: float
+
+    def form(self, start: int, count: int, negative: bool = False) -> None:
+        """Add up so many elements."""
+        passes.mean([row[start : start + count] for row in self.rows], self.shares, self.whole, negative)
+
+    def descended(
+        self, rule: Rule, own: Sequence[Tensor], states: Sequence[State], numbers: Numbers, starts: Sequence[int]
+    ) -> bool:
+        """Add up and take a plain step at once, where the kernel can."""
+        return passes.descend(rule, own, states, numbers, self.rows, self.shares, self.whole, starts)
+
+
+def _negated(i: int, d: Tensor, cut: slice) -> Tensor:
+    return d[cut].neg_()
 
 
 def _step(
-    rule: Rule, own: Sequence[Tensor], delta: Sequence[Tensor], states: Sequence[State], numbers: Numbers
+    rule: Rule,
+    own: Sequence[Tensor],
+    delta: Sequence[Tensor],
+    states: Sequence[State],
+    numbers: Numbers,
+    negative: Callable[[int, Tensor, slice], Tensor] = _negated,
 ) -> None:
-    """The outer step on the negated displacement, which is used up.
+    """The outer step on the negated displacement, which is used up; `negative` gives a piece of the i-th.
 
     A rule with state goes piece by piece, once it has it: several passes over what then is in the cache, and no
     temporary tensors of the size of a parameter; less than half the time. It is elementwise, so the bits are the same.
     """
     names = rule.state_names
     if not names or any(name not in state for state in states for name in names):
-        torch._foreach_neg_(list(delta))
-        rule.step(own, delta, states, numbers)
+        rule.step(own, [negative(i, d, slice(0, d.numel())) for i, d in enumerate(delta)], states, numbers)
         return
     for i, (x, d, state) in enumerate(zip(own, delta, states, strict=True)):
         mine = {key: of(value, i) for key, value in numbers.items()}
@@ -512,14 +594,17 @@ def _step(
             cut = slice(k, k + PIECE)
             piece = {**rest, **{name: state[name][cut] for name in names}}
             here = {key: v[cut] if isinstance(v, Tensor) and v.dim() else v for key, v in mine.items()}
-            rule.step([x[cut]], [d[cut].neg_()], [piece], here)
+            rule.step([x[cut]], [negative(i, d, cut)], [piece], here)
         state.update({key: piece[key] for key in rest})  # counters; the tensors were changed where they are
 
 
 def _mean_buffers(
-    everyone: Sequence[Mapping[str, Tensor]], shares: Mapping[int, float], whole: float, like: Mapping[str, Tensor]
+    mean: BufferMean,
+    everyone: Sequence[Mapping[str, Tensor]],
+    shares: Mapping[int, float],
+    whole: float,
+    like: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    mean = BufferMean()
     for node, share in shares.items():
         mean.add(everyone[node], share)
     return mean.result(whole, like)

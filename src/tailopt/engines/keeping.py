@@ -7,11 +7,15 @@ before anybody acts on it, so that all of them have the same checkpoint or none 
     save      node 0 makes a hidden folder -> all write -> all said so -> node 0 renames it -> all know
     resume    node 0 proposes the newest -> all read what they need of it -> all found it sound, or the one before
 
+Where a node is several ranks that shard its parameters, each of them writes: its stretch of its shards, in the order of
+the whole tensors' elements, and its part of the inner state. Such a run goes on with as many ranks a node.
+
 A disk that is full costs a checkpoint, and the run goes on. State that can never be saved ends it, by its name.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -23,15 +27,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tailopt.algorithms import PUBLIC, Algorithm
+from tailopt.algorithms import Algorithm
+from tailopt.clipping.shards import is_dtensor
 from tailopt.engines.exchange import Wire
 from tailopt.records import checkpoints, together
 from tailopt.records.checkpoints import DamagedCheckpoint, Snapshot
-from tailopt.records.folder import Run, environment, is_run
+from tailopt.records.folder import Run, is_run, opened, storable
 from tailopt.records.history import child, decode
 from tailopt.records.packing import names as tensors_of
 from tailopt.records.packing import pack, unpack
 from tailopt.records.together import Stretch
+from tailopt.rounds.round import EveryoneExcluded
 from tailopt.rounds.settings import Settings
 from tailopt.rules.torch_optim import GROUP
 
@@ -67,6 +73,43 @@ class OtherNodes(Exception):
     """A checkpoint in the middle of a round was written by another number of nodes."""
 
 
+@dataclass(frozen=True)
+class Crew:
+    """All ranks of all nodes, by one number each: node * ranks + rank. Where a node is one process, the nodes.
+
+    Args:
+        across: this rank's part of every node.
+        inside: the ranks of this node.
+    """
+
+    across: Wire
+    inside: Wire | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Of each node."""
+        return 1 if self.inside is None else self.inside.nodes
+
+    @property
+    def number(self) -> int:
+        """This process's."""
+        return self.across.node * self.ranks + (0 if self.inside is None else self.inside.node)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.across.nodes * self.ranks
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """Everybody's small tensor, stacked by number."""
+        rows = self.across.gather(mine)
+        return rows if self.inside is None else self.inside.gather(rows).transpose(0, 1).flatten(0, 1)
+
+    def called(self, number: int) -> str:
+        """How one of them is called."""
+        return f"node {number // self.ranks}" + (f", rank {number % self.ranks}" if self.ranks > 1 else "")
+
+
 class _Answer(NamedTuple):
     code: int  # 0: done; 1: failed, and the run can go on; 2: the run must end
     text: str
@@ -77,16 +120,17 @@ class Keeper:
     """One node's part in the records of a run.
 
     Args:
-        wire: how to reach the others.
+        crew: all who write.
         folder: the run's, which all nodes share.
         keep: how many checkpoints.
     """
 
-    wire: Wire
+    crew: Crew
     folder: Path
     keep: int = 3
     run: Run | None = None
     story: list[str] = field(default_factory=list)
+    last: Path | None = None  # the checkpoint that all nodes wrote, or found sound
     _rows: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     _began: float = field(default_factory=time.perf_counter)
 
@@ -94,11 +138,11 @@ class Keeper:
         """A new run folder, or with `resume` the one that is there, if it is of the same run."""
 
         def first() -> None:
-            if self.wire.node == 0:
-                self.run = _opened(self.folder, config, resume)
+            if self.crew.number == 0:
+                self.run = opened(self.folder, storable(config), resume, FREE)
 
         def others() -> None:
-            if self.wire.node:
+            if self.crew.number:
                 together.await_folder(self.folder)
                 if not is_run(self.folder):
                     raise FileNotFoundError(
@@ -158,37 +202,48 @@ class Keeper:
             assert fresh is not None
             shared, outer = shared_of(node)
             tensors, packed = pack(own(), "node")
-            together.write(fresh, self.wire.node, self.wire.nodes, shared, tensors, {**outer, "own": packed})
+            cut = {name: list(t.shape) for name, t in tensors.items() if is_dtensor(t)}
+            tensors = {name: t.to_local() if is_dtensor(t) else t for name, t in tensors.items()}
+            meta = {**outer, "own": packed, "cut": cut}
+            together.write(fresh, self.crew.number, self.crew.count, shared, tensors, meta)
 
         def finish() -> None:
             if self.run is not None:
                 assert fresh is not None
-                more = {"taken": list(taken), "probe": {}, "inner": {}, "writers": self.wire.nodes, "story": self.story}
+                more = {
+                    "taken": list(taken),
+                    "probe": {},
+                    "inner": {},
+                    "writers": self.crew.across.nodes,
+                    "ranks": self.crew.ranks,
+                    "story": self.story,
+                }
                 buffers = list(node.begun_buffers())
 
                 def meta(parts: list[dict[str, Any]]) -> dict[str, Any]:
                     return {**_merged(names, buffers, average, parts), **more}
 
-                together.finish(fresh, *moment, self.wire.nodes, meta)
+                together.finish(fresh, *moment, self.crew.count, meta)
 
         try:
             answers = self._ask(begin, OSError)
-            if not _failed(answers):
+            if not self._failed(answers):
                 fresh = self.folder / checkpoints.FOLDER / answers[0].text
                 answers = self._ask(write, OSError)
-            if not _failed(answers):
+            if not self._failed(answers):
                 answers = self._ask(finish, OSError, DamagedCheckpoint)
         except BaseException:
             if self.run is not None and fresh is not None:
                 together.discard(fresh)
             raise
-        if failed := _failed(answers):
+        if failed := self._failed(answers):
             if self.run is not None and fresh is not None:
                 together.discard(fresh)
             last = checkpoints.latest(self.folder)
             older = f"the last one is {last.name}" if last else "there is none yet"
             self.say(f"The checkpoint {at} was not written: {failed}. The run goes on; {older}.")
             return False
+        self.last = self.folder / checkpoints.FOLDER / checkpoints.folder_name(*moment)
         if self.run is not None:
             try:
                 checkpoints.prune(self.folder, self.keep)
@@ -205,13 +260,13 @@ class Keeper:
         if found is None:
             return None
         snapshot, path = found
-        before = int(snapshot.meta["writers"])
+        before, nodes = int(snapshot.meta["writers"]), self.crew.across.nodes
         self.story = list(snapshot.meta["story"])
         text = f"resumed after round {snapshot.round}" + (f" and {snapshot.step} local steps" if snapshot.step else "")
-        if before != self.wire.nodes:
-            new = range(before, self.wire.nodes)
-            what = f"nodes {list(new)} start fresh" if new else f"what nodes {self.wire.nodes} and up kept is left out"
-            text += f", with {self.wire.nodes} nodes where there were {before}: the outer state is cut anew, {what}"
+        if before != nodes:
+            new = range(before, nodes)
+            what = f"nodes {list(new)} start fresh" if new else f"what nodes {nodes} and up kept is left out"
+            text += f", with {nodes} nodes where there were {before}: the outer state is cut anew, {what}"
             self.story.append(text)
 
         def rewind() -> None:
@@ -221,7 +276,16 @@ class Keeper:
 
         self._ask(rewind)
         self.log(text)
+        self.last = path
         return snapshot, path
+
+    def last_good(self) -> str:
+        """From where the run can go on, in words."""
+        if self.last is None:
+            return f"There is no checkpoint in {self.folder} yet."
+        round, step = checkpoints.at(self.last)
+        after = f"round {round}" + (f" and {step} local steps" if step else "")
+        return f"The last good checkpoint is that after {after}: {self.last}."
 
     def history(self, round: int) -> list[dict[str, Any]]:
         """The rows up to a round."""
@@ -237,7 +301,7 @@ class Keeper:
                 break
             path = self.folder / checkpoints.FOLDER / name
             answers = self._ask(lambda path=path: found.append(load(path)), OSError, DamagedCheckpoint, OtherNodes)  # type: ignore[misc]
-            failed = _failed(answers)
+            failed = self._failed(answers)
             if failed is None:
                 return found[-1], path
             passed.append(name)
@@ -263,19 +327,25 @@ class Keeper:
 
         Messages of different lengths would end the processes without a word.
         """
-        mine = torch.zeros(5 + self.wire.nodes, dtype=torch.int64)
-        mine[:3] = torch.tensor([-1 - round, self.wire.node, step])
-        for k, head in enumerate(self.wire.gather(mine).tolist()):
+        across = self.crew.across
+        mine = torch.zeros(5 + across.nodes, dtype=torch.int64)
+        mine[:3] = torch.tensor([-1 - round, across.node, step])
+        for k, head in enumerate(across.gather(mine).tolist()):
             if head[0] >= 0:
                 raise RuntimeError(
-                    f"Node {k} ends round {head[0]} while node {self.wire.node} writes a checkpoint after {step} steps "
+                    f"Node {k} ends round {head[0]} while node {across.node} writes a checkpoint after {step} steps "
                     "of it. Call checkpoint() on every node, after the same step."
                 )
             if (head[0], head[2]) != (-1 - round, step):
                 raise RuntimeError(
-                    f"Node {k} writes a checkpoint after round {-1 - head[0]}, step {head[2]}; node {self.wire.node} "
+                    f"Node {k} writes a checkpoint after round {-1 - head[0]}, step {head[2]}; node {across.node} "
                     f"after round {round}, step {step}. Call checkpoint() on every node, after the same step."
                 )
+
+    def _failed(self, answers: Sequence[_Answer]) -> str | None:
+        """Who failed, in words; None where nobody did."""
+        said = [f"{self.crew.called(number)}: {answer.text}" for number, answer in enumerate(answers) if answer.code]
+        return "; ".join(said) or None
 
     def _ask(self, work: Callable[[], Any], *harmless: type[Exception]) -> list[_Answer]:
         """Do something on every node and hear how it went everywhere; what is not harmless ends the run everywhere."""
@@ -288,62 +358,71 @@ class Keeper:
         data = mine.text.encode()[:TEXT]
         message = torch.tensor([mine.code, len(data) % 256, len(data) // 256, *data.ljust(TEXT)], dtype=torch.uint8)
         answers = []
-        for row in self.wire.gather(message).tolist():
+        for row in self.crew.gather(message).tolist():
             text = bytes(row[3 : 3 + row[1] + 256 * row[2]]).decode(errors="ignore")
             answers.append(_Answer(row[0], text))
         if error is not None and mine.code == 2:
             raise error
-        for node, answer in enumerate(answers):
+        for number, answer in enumerate(answers):
             if answer.code == 2:
-                raise RuntimeError(f"Node {node}: {answer.text}")
+                raise RuntimeError(f"{self.crew.called(number).capitalize()}: {answer.text}")
         return answers
 
 
-def _failed(answers: Sequence[_Answer]) -> str | None:
-    """Who failed, in words; None where nobody did."""
-    said = [f"node {node}: {answer.text}" for node, answer in enumerate(answers) if answer.code]
-    return "; ".join(said) or None
+def all_excluded(error: EveryoneExcluded, keeper: Keeper | None) -> EveryoneExcluded:
+    """The end of a run in which no displacement of a round could be used, with what to go on from."""
+    where = "" if keeper is None else f" {keeper.last_good()}"
+    ended = EveryoneExcluded(f"{error}{where} Lower the learning rate, or look at the data.")
+    if keeper is not None:
+        keeper.log(f"stopped: {ended}")
+    return ended
 
 
 def described(algorithm: Algorithm, settings: Settings | None, optimizer: Optimizer) -> dict[str, Any]:
     """What a run folder says about the optimizers; of an inner one that the user built, its kind."""
-    from tailopt.engines.simulate import _plain
-
     if settings is None:
         return {
             "outer": algorithm.outer if isinstance(algorithm.outer, str) else algorithm.outer.__name__,
-            "settings": _plain(algorithm.numbers("outer")),
+            "settings": storable(algorithm.numbers("outer")),
             "inner": type(optimizer).__name__,
         }
     named = isinstance(algorithm.outer, str) and isinstance(algorithm.inner, str)
-    scheduled = {PUBLIC[level][word]: _plain(s) for (level, word), s in sorted(settings._schedules.items())}
     return {
         "algorithm": algorithm.name,
-        "settings": {key: _plain(value) for key, value in algorithm.settings.items()},
-        "numbers": None if named else {level: _plain(algorithm.numbers(level)) for level in ("outer", "inner")},
+        "settings": {key: storable(value) for key, value in algorithm.settings.items()},
+        "numbers": None if named else {level: storable(algorithm.numbers(level)) for level in ("outer", "inner")},
         "send_preconditioner": algorithm.send_preconditioner,
-        "schedules": scheduled,
+        "schedules": storable(settings.schedules()),
     }
 
 
-def _opened(folder: Path, config: Any, resume: bool) -> Run:
-    from tailopt.engines.simulate import _as_stored, _plain
-
-    config = _plain(config)  # functions by their names
-    if not (resume and is_run(folder)):
-        return Run.create(folder, config, environment())
-    found = Run.open(folder)
-    for key in sorted(config.keys() | found.config.keys()):
-        then, now = found.config.get(key), _as_stored(config.get(key))
-        if key not in FREE and then != now and not (then is None and now in ({}, None)):
-            raise ValueError(
-                f"This run cannot be resumed with another {key}: it is {then!r} in {folder}, and {now!r} here. "
-                "Use the same, or another run folder."
-            )
-    return found
-
-
 # What all nodes share
+
+
+class Place(NamedTuple):
+    """A rank's part of a tensor: the shape of the whole, where the part begins, whether this rank writes it."""
+
+    shape: tuple[int, ...]
+    start: int
+    writes: bool
+
+
+def places(node: Node) -> list[Place]:
+    """Of every parameter. What all ranks of a node hold is written by the first of them."""
+    exchange, found = node.exchange, []
+    for i, (name, p, local) in enumerate(zip(exchange.names, node.params, exchange.shapes, strict=True)):
+        ahead = exchange.ahead(i)
+        if ahead is None:
+            found.append(Place(tuple(local), 0, exchange.shards is None or exchange.shards.node == 0))
+            continue
+        assert is_dtensor(p)
+        if not all(placement.is_replicate() or placement.is_shard(0) for placement in p.placements):
+            raise ValueError(
+                f"Invalid run: {name} is sharded as {p.placements}; only parameters cut along their first dimension "
+                "can be written to checkpoints. Shard it so, or leave `run` out."
+            )
+        found.append(Place((*p.shape, *local[p.dim() :]), ahead, True))
+    return found
 
 
 def shared_of(node: Node) -> tuple[dict[str, Stretch], dict[str, Any]]:
@@ -352,12 +431,15 @@ def shared_of(node: Node) -> tuple[dict[str, Stretch], dict[str, Any]]:
     A tensor of the outer state has an element for each weight, and is cut as they are; or it is a single number, the
     same for all stretches of a tensor, and belongs to the first. Buffers and empty tensors are node 0's to write.
     """
-    exchange, found, plain = node.exchange, {}, {}
+    exchange, found, plain, where = node.exchange, {}, {}, places(node)
     single: list[str] = []
     group: Any = None
     for s, state in zip(exchange.segments, node.outer, strict=True):
         name, offset = exchange.names[s.tensor], exchange.layout.offsets[s.tensor]
-        shape, start = tuple(exchange.shapes[s.tensor]), s.start - offset
+        shape, ahead, writes = where[s.tensor]
+        start = ahead + s.start - offset
+        if not writes:
+            continue
         found[child("global.weights", name)] = Stretch(node.x[s.start : s.stop], start, shape)
         if node.average is not None:
             found[child("global.average", name)] = Stretch(node.average[s.start : s.stop], start, shape)
@@ -378,10 +460,10 @@ def shared_of(node: Node) -> tuple[dict[str, Stretch], dict[str, Any]]:
                     "state with one element for each weight, or with a single one, can be saved. Use another outer "
                     "optimizer, or leave `run` out."
                 )
-    if exchange.wire.node == 0:
-        for name, shape, size in zip(exchange.names, exchange.shapes, exchange.layout.sizes, strict=True):
-            if not size:
-                empty = Stretch(node.x[:0], 0, tuple(shape))
+    if exchange.wire.node == 0 and (exchange.shards is None or exchange.shards.node == 0):
+        for name, (shape, _, _) in zip(exchange.names, where, strict=True):
+            if not math.prod(shape):
+                empty = Stretch(node.x[:0], 0, shape)
                 found[child("global.weights", name)] = empty
                 if node.average is not None:
                     found[child("global.average", name)] = empty
@@ -414,12 +496,14 @@ def _merged(names: Sequence[str], buffers: Sequence[str], average: bool, parts: 
         },
         "single": sorted({key for part in parts for key in part["single"]}),
         "nodes": {str(k): part["own"] for k, part in enumerate(parts)},
+        "cut": {str(k): part["cut"] for k, part in enumerate(parts)},
     }
 
 
 def read(path: Path, node: Node) -> Snapshot:
     """What this node needs of a checkpoint, checked: all weights, its stretch of the outer state, its own."""
     exchange, wire = node.exchange, node.exchange.wire
+    crew = Crew(wire, exchange.shards)
     body = checkpoints.manifest(path)
     meta = decode(body["meta"])
     if body["step"] and meta["writers"] != wire.nodes:
@@ -427,32 +511,45 @@ def read(path: Path, node: Node) -> Snapshot:
             f"it was written by {meta['writers']} nodes in the middle of a round, and there are {wire.nodes} now, "
             "which can only go on from the end of one"
         )
-    _check_model(body, meta, node)
+    if (ranks := meta.get("ranks", 1)) != crew.ranks:
+        raise ValueError(
+            f"The checkpoint was written by nodes of {_ranks(ranks)}, and there are {_ranks(crew.ranks)} a node now. "
+            "Resume with the same."
+        )
+    where = places(node)
+    _check_model(body, meta, node, where)
     own = {exchange.names[s.tensor]: s for s in exchange.segments}
     cut: dict[str, tuple[int, int]] = {}
-    for name, offset in zip(exchange.names, exchange.layout.offsets, strict=True):
+    rows = zip(exchange.names, exchange.layout.offsets, exchange.layout.sizes, where, strict=True)
+    for name, offset, size, place in rows:
         keys = [key for key in tensors_of(meta["global"]["outer"][name]) if key not in meta["single"]]
         keys += [child("global.average", name)]
-        mine = (own[name].start - offset, own[name].stop - offset) if name in own else (0, 0)
+        first = place.start - offset
+        mine = (first + own[name].start, first + own[name].stop) if name in own else (0, 0)
         cut |= dict.fromkeys(keys, mine)
+        cut[child("global.weights", name)] = place.start, place.start + size
 
     def wanted(owner: int | None, name: str, start: int, stop: int) -> bool:
         if owner is not None:
-            return owner == wire.node
+            return owner == crew.number
         low, high = cut.get(name, (start, stop))
         return start == stop or (start < high and low < stop)
 
     return checkpoints.load(path, wanted)
 
 
-def _check_model(body: Mapping[str, Any], meta: Mapping[str, Any], node: Node) -> None:
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
+
+
+def _check_model(body: Mapping[str, Any], meta: Mapping[str, Any], node: Node, where: Sequence[Place]) -> None:
     exchange, found = node.exchange, meta["global"]
     now = node.begun_buffers()
     for then, here in ((found["weights"], exchange.names), (found["buffers"], list(now))):
         if list(then) != list(here):
             other = sorted(set(then) ^ set(here)) or ["the same names in another order"]
             raise ValueError(f"The checkpoint is of another model: {', '.join(other[:5])} stand in one of them only.")
-    shapes = {child("global.weights", n): list(s) for n, s in zip(exchange.names, exchange.shapes, strict=True)}
+    shapes = {child("global.weights", n): list(p.shape) for n, p in zip(exchange.names, where, strict=True)}
     shapes |= {child("global.buffers", name): list(b.shape) for name, b in now.items()}
     for name, shape in shapes.items():
         if body["tensors"][name]["shape"] != shape:
@@ -467,13 +564,17 @@ def _check_model(body: Mapping[str, Any], meta: Mapping[str, Any], node: Node) -
 @torch.no_grad()
 def restore(snapshot: Snapshot, node: Node) -> dict[str, Any] | None:
     """Put what all share into a node; returns what it kept to itself, None where it was not there."""
-    exchange, tensors = node.exchange, snapshot.tensors
+    exchange, tensors, where = node.exchange, snapshot.tensors, places(node)
+    crew = Crew(exchange.wire, exchange.shards)
     found, single = snapshot.meta["global"], set(snapshot.meta["single"])
-    for name, view in zip(exchange.names, exchange.layout.views(node.x, exchange.shapes), strict=True):
-        view.copy_(tensors[child("global.weights", name)])
+    views = exchange.layout.views(node.x, exchange.shapes)
+    for name, view, place in zip(exchange.names, views, where, strict=True):
+        part = tensors[child("global.weights", name)].reshape(-1)[place.start : place.start + view.numel()]
+        view.copy_(part.view(view.shape))
     for i, s in enumerate(exchange.segments):
         name, offset = exchange.names[s.tensor], exchange.layout.offsets[s.tensor]
-        mine = slice(s.start - offset, s.stop - offset)
+        first = where[s.tensor].start - offset
+        mine = slice(first + s.start, first + s.stop)
         packed = {key: value for key, value in found["outer"][name].items() if key != GROUP}
         parts = {
             key: tensors[key].clone() if key in single else tensors[key].reshape(-1)[mine].clone()
@@ -486,8 +587,28 @@ def restore(snapshot: Snapshot, node: Node) -> dict[str, Any] | None:
             node.average[s.start : s.stop] = tensors[child("global.average", name)].reshape(-1)[mine]
     node.round = snapshot.round
     node.begin_with({name: tensors[child("global.buffers", name)] for name in found["buffers"]})
-    own = snapshot.meta["nodes"].get(str(exchange.wire.node))
-    return None if own is None else dict(unpack(snapshot.nodes[exchange.wire.node], own))
+    own = snapshot.meta["nodes"].get(str(crew.number))
+    if own is None:
+        return None
+    cut = snapshot.meta.get("cut", {}).get(str(crew.number), {})
+    parts = {
+        name: _as_shard(name, t, cut[name], node) if name in cut else t
+        for name, t in snapshot.nodes[crew.number].items()
+    }
+    return dict(unpack(parts, own))
+
+
+def _as_shard(name: str, local: Tensor, shape: Sequence[int], node: Node) -> Tensor:
+    """A DTensor again, cut as the parameters of its shape are."""
+    from torch.distributed.tensor import DTensor
+
+    for p in node.params:
+        if is_dtensor(p) and list(p.shape) == list(shape) and p.to_local().shape == local.shape:
+            local = local.to(p.device)
+            return DTensor.from_local(local, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+    raise ValueError(
+        f"The checkpoint's {name} is of shape {list(shape)}, as no sharded parameter is here. Use the same model."
+    )
 
 
 # What a node keeps to itself

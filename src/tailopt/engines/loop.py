@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,9 +21,10 @@ from tailopt.engines.progress import Progress
 from tailopt.engines.sequential import moved
 from tailopt.records import checkpoints
 from tailopt.records.folder import Run
+from tailopt.rounds.drops import DROPPED, Drops
 from tailopt.rounds.participants import Participants, Sampling
 from tailopt.rounds.robust import Aggregate
-from tailopt.rounds.round import Contribution, EveryoneExcluded, Report, Synchronised, collect, finish
+from tailopt.rounds.round import Contribution, EveryoneExcluded, Own, Report, Synchronised, collect, finish
 from tailopt.rounds.settings import Settings
 from tailopt.rules.rule import State
 
@@ -35,10 +36,16 @@ class Engine(Protocol):
 
     taken: list[int]
     kept: dict[int, list[State]]
+    own: dict[int, Own]
     probe: dict[str, Any]
 
-    def contributions(self, state: Synchronised, who: Participants) -> Iterator[Contribution]:
-        """What every participant does in the next round, in ascending order."""
+    def contributions(
+        self, state: Synchronised, who: Participants, going_on: Collection[int] = ()
+    ) -> Iterator[Contribution]:
+        """What every participant does in the next round, in ascending order.
+
+        going_on: those that will go on from where they end, so that it has to be kept.
+        """
 
     def commit(self, report: Report) -> None:
         """Take over what nodes keep after a round."""
@@ -74,6 +81,8 @@ class Loop:
     title: str = "rounds"
     history: list[dict[str, Any]] = field(default_factory=list)
     aggregate: Aggregate | None = None  # a robust one in the mean's place
+    drops: Drops | None = None
+    on_drop: str = "sync"
 
     def go(self, state: Synchronised) -> None:
         """Run until `rounds` are done, or until something stops it."""
@@ -110,8 +119,10 @@ class Loop:
         t = state.round + 1
         who = self.sampling.draw(t)
         numbers = self.settings.outer(t)
+        lost = self.drops.draw(t) if self.drops is not None else set()
         with torch.no_grad():
-            found = collect(state, self.engine.contributions(state, who), who, self.guard, self.aggregate)
+            sent = self.engine.contributions(state, who, lost if self.on_drop == "keep" else ())
+            found = collect(state, sent, who, self.guard, self.aggregate, lost)
             local = time.perf_counter()
             self._finishing = True
             finish(state, found, self.settings.outer_rule, numbers, self.projection)
@@ -123,6 +134,8 @@ class Loop:
         self.history.append(row)
         self._finishing = False
         for excluded in found.report.excluded:
+            if excluded.reason == DROPPED:  # as it was asked for
+                continue
             self._say(f"Round {t} goes on without {excluded}.")
         return row
 
@@ -171,7 +184,11 @@ def save(folder: Path, state: Synchronised, engine: Engine) -> Path:
     plain: dict[str, Any] = {}
     for node, states in engine.kept.items():
         nodes[node], plain[str(node)] = checkpoints.pack(states, "inner")
-    meta = {"global": packed, "inner": plain, "taken": engine.taken, "probe": engine.probe}
+    own: dict[str, Any] = {}
+    for node, at in engine.own.items():
+        held, own[str(node)] = checkpoints.pack({"weights": at.weights, "buffers": at.buffers}, "own")
+        nodes[node] = {**nodes.get(node, {}), **held}
+    meta = {"global": packed, "inner": plain, "own": own, "taken": engine.taken, "probe": engine.probe}
     return checkpoints.save(folder, state.round, tensors, nodes, meta)
 
 
@@ -207,3 +224,5 @@ def restore(snapshot: checkpoints.Snapshot, state: Synchronised, engine: Engine)
     engine.probe = dict(snapshot.meta["probe"])
     inner = snapshot.meta["inner"]
     engine.kept = {int(n): checkpoints.unpack(snapshot.nodes[int(n)], packed) for n, packed in inner.items()}
+    own = snapshot.meta.get("own", {})  # not in checkpoints from before
+    engine.own = {int(n): Own(**checkpoints.unpack(snapshot.nodes[int(n)], packed)) for n, packed in own.items()}

@@ -433,6 +433,24 @@ def connect(timeout: float = 60.0, backend: str = "gloo") -> None:
     dist.init_process_group(backend, store=_DIST.PrefixStore(f"group {turn}", whole), rank=rank, world_size=nodes)
 
 
+def on_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group, or where it carries no tensors of the CPU (NCCL's alone) one over gloo of the same ranks.
+
+    All of them must ask for it, in the same order; it is made once.
+    """
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        if group not in _BESIDE:
+            ranks = dist.get_process_group_ranks(group)
+            _BESIDE[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return _BESIDE[group]
+    return group
+
+
+_BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
 # ---- facts ----
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,8 +22,9 @@ from tailopt.algorithms import Algorithm
 from tailopt.clipping.counts import Counts, Watch, is_flat, tally
 from tailopt.clipping.operators import arithmetic
 from tailopt.engines.sources import LossFunction, Source, batch_digest, to_device
+from tailopt.rounds.guard import Bound
 from tailopt.rounds.participants import Participants
-from tailopt.rounds.round import Contribution, Report, Synchronised
+from tailopt.rounds.round import Contribution, Own, Report, Synchronised
 from tailopt.rounds.settings import Settings
 from tailopt.rules.adam import fresh
 from tailopt.rules.rule import Numbers, State, of
@@ -38,6 +39,7 @@ class Sequential:
     Attributes:
         taken: local steps that every node has taken since the run began.
         kept: the inner state of every node that keeps one, on the CPU.
+        own: the weights and buffers of every node that goes on from its own, on the CPU.
         probe: the first batch of the last finished round, as (node, round, taken, digest): the same question must get
             the same answer when a run is resumed.
     """
@@ -67,6 +69,7 @@ class Sequential:
         self._buffers = Buffers(model)
         self.taken = [0] * source.nodes
         self.kept: dict[int, list[State]] = {}
+        self.own: dict[int, Own] = {}
         self.probe: dict[str, Any] = {}
         self._probing = probing  # only a run that is kept can be resumed
         self._asked: dict[str, Any] = {}  # the probe of the round that is under way
@@ -85,22 +88,29 @@ class Sequential:
         buffers = {name: buffer.clone() for name, buffer in Buffers(model).now().items()}
         return Synchronised(names, weights, buffers, [{} for _ in weights], kept, flat=flat)
 
-    def contributions(self, state: Synchronised, who: Participants) -> Iterator[Contribution]:
+    def contributions(
+        self, state: Synchronised, who: Participants, going_on: Collection[int] = ()
+    ) -> Iterator[Contribution]:
         """What every participant does in the next round, in ascending order.
 
-        A contribution lies in the model's own memory: it is gone when the next one is asked for.
+        going_on: those that will go on from where they end, so that it is kept. A contribution lies in the model's own
+        memory: it is gone when the next one is asked for.
         """
         t = state.round + 1
         for node in who.shares:
-            yield self._local_round(state, node, t)
+            yield self._local_round(state, node, t, node in going_on)
 
-    def _local_round(self, state: Synchronised, node: int, t: int) -> Contribution:
+    def _local_round(self, state: Synchronised, node: int, t: int, going_on: bool = False) -> Contribution:
         params, own = self._params, self._own
         starts = self._load(state.weights, state.flat)
         self._buffers.load(state.buffers)
+        if node in self.own:  # what it moves is still measured from the synchronised weights
+            torch._foreach_copy_(own, self.own[node].weights)
+            self._buffers.load(self.own[node].buffers)
         taken, steps = self.taken[node], self._source.steps(node)
         states = self._inner_states(state, node, own)
-        limit = self._settings.limit(t, taken, steps)
+        # who did not start where the others did may have come from anywhere
+        limit = self._settings.limit(t, taken, steps) if node not in self.own else Bound(None)
         watch = Watch("counts") if self._statistics else None
         losses = []
         base = derive(self._seed, "model", t, node)
@@ -118,6 +128,7 @@ class Sequential:
             self._inner_step(params, own, states, self._settings.inner(t, taken + step), watch)
         for p in params:
             p.grad = None
+        ended = self._ended() if going_on else None
         flat: Tensor | None = None
         delta: Sequence[Tensor] = own
         if self._flat is not None and state.flat is not None:
@@ -135,7 +146,13 @@ class Sequential:
             [moved(s, "cpu") for s in states] if self._algorithm.inner_state == "keep" else None,
             watch.take(len(params)) if watch is not None else None,
             flat,
+            ended,
         )
+
+    def _ended(self) -> Own:
+        """The model as it is now, copied."""
+        buffers = {name: b.to("cpu", copy=True) for name, b in self._buffers.now().items()}
+        return Own([w.to("cpu", copy=True) for w in self._own], buffers)
 
     def _load(self, weights: Sequence[Tensor], flat: Tensor | None = None) -> Sequence[Tensor]:
         """Put weights into the model; returns the start in the parameters' own types, copied only where they differ."""
@@ -150,7 +167,8 @@ class Sequential:
             return [moved(s, self.device) for s in self.kept[node]]
         if self._algorithm.send_preconditioner and state.round:
             step = 0 if self._algorithm.send_preconditioner == "raw" else state.round
-            return [fresh(p, outer["exp_avg_sq"], step) for p, outer in zip(own, state.outer, strict=True)]
+            moments = [outer.get("exp_avg_sq", torch.zeros_like(p)) for p, outer in zip(own, state.outer, strict=True)]
+            return [fresh(p, v, step) for p, v in zip(own, moments, strict=True)]
         return [{} for _ in own]
 
     def _backward(self, batch: Any, params: Sequence[torch.nn.Parameter]) -> Tensor:
@@ -196,6 +214,8 @@ class Sequential:
         self.probe = self._asked  # not before: the data of a round that failed may be mended
         for node, steps in report.steps.items():
             self.taken[node] += steps
+            self.own.pop(node, None)
+        self.own.update(report.own)
         for node, states in report.inner.items():
             self.kept[node] = states
 

@@ -6,25 +6,23 @@ import copy
 import math
 import os
 import random
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tailopt.algorithms import Algorithm
 from tailopt.engines.loop import Evaluate, Loop, restore
 from tailopt.engines.sequential import PRECISIONS, Sequential, trainable
 from tailopt.engines.sources import BatchFunction, FromData, FromFunction, LossFunction, Source
 from tailopt.records import checkpoints
-from tailopt.records.folder import Run, environment, is_run
+from tailopt.records.folder import opened, storable
 from tailopt.rounds import robust
+from tailopt.rounds.drops import ON_DROP, Drops, Loss
 from tailopt.rounds.participants import SAMPLINGS, Chooser, Sampling, checked_weights, how_many
 from tailopt.rounds.round import Synchronised
 from tailopt.rounds.settings import Settings
@@ -66,6 +64,7 @@ def simulate(
     participation: float | Chooser = 1.0,
     participants: int | None = None,
     sampling: str = "uniform",
+    drops: float | Loss = 0.0,
     on_drop: str = "sync",
     projection: float | None = None,
     average: bool = False,
@@ -106,7 +105,10 @@ def simulate(
         participation: the fraction of nodes in a round, or a function (round, generator) -> node numbers;
             `participants` is a count.
         sampling: "uniform" draws distinct nodes; "proportional" draws with replacement by weight.
-        on_drop: what a node does whose contribution was lost, "sync" or "keep". Nothing gets lost in a simulation.
+        drops: the probability that a contribution is lost after the local steps, or a function (round, generator) ->
+            node numbers. The others renormalise; a round in which nothing arrives takes no outer step.
+        on_drop: where a node whose contribution was lost goes on: "sync", from the synchronised weights, or "keep",
+            from its own; then its next displacement is everything since, and only its finiteness is judged.
         projection: a radius B: x <- x min(1, B / |x|) after every round.
         average: also keep the average of the rounds' weights, the r-th weighted by r.
         schedules: {"ilr": ...}: schedules of `tailopt.schedules`, functions of the round that return the value, or what
@@ -143,6 +145,7 @@ def simulate(
     source = _source(data, batches, nodes, local_steps, local_epochs, batch_size, seed)
     used = _weights(weights, source)
     combined = robust.chosen(aggregate, used, sampling)
+    losing = Drops(source.nodes, drops, seed)
     chosen = Sampling(used, how_many(source.nodes, participation, participants), sampling, seed)
     if run is not None and source.repeatable:
         raise ValueError(
@@ -165,21 +168,24 @@ def simulate(
     named = isinstance(algorithm.outer, str) and isinstance(algorithm.inner, str)
     config = {
         "algorithm": algorithm.name,
-        "settings": {k: _plain(v) for k, v in algorithm.settings.items()},
+        "settings": {k: storable(v) for k, v in algorithm.settings.items()},
         # two classes of torch.optim may both have a momentum
-        "numbers": None if named else {level: _plain(algorithm.numbers(level)) for level in ("outer", "inner")},
+        "numbers": None if named else {level: storable(algorithm.numbers(level)) for level in ("outer", "inner")},
         "inner_state": algorithm.inner_state,
         "send_preconditioner": algorithm.send_preconditioner,
-        "schedules": {name: _plain(s) for name, s in _schedule_names(schedules)},
+        "schedules": {name: storable(s) for name, s in _schedule_names(schedules)},
         "rounds": rounds,
         "local_steps": local_steps,
         "local_epochs": local_epochs,
         "batch_size": batch_size,
         "nodes": source.nodes,
         "weights": list(used),
-        "participation": _plain(participation),
+        "participation": storable(participation),
         "participants": participants,
         "sampling": sampling,
+        # None where nothing gets lost: so in folders from before
+        "drops": storable(drops) if drops != 0 else None,
+        "on_drop": on_drop if drops != 0 else None,
         "projection": projection,
         "average": average,
         "guard": guard,
@@ -206,10 +212,12 @@ def simulate(
         progress,
         algorithm.name,
         aggregate=combined,
+        drops=losing,
+        on_drop=on_drop,
     )
     with _own_randomness(place):
         if run is not None:
-            loop.run = _open(run, config, resume)
+            loop.run = opened(run, config, resume)
             if resume:
                 _resume(loop, state)
         try:
@@ -269,7 +277,7 @@ def _weights(weights: Sequence[float] | str | None, source: Source) -> tuple[flo
 
 def _check_choices(on_drop: str, engine: str, precision: str | None, sampling: str) -> None:
     choices: list[tuple[str, Any, tuple[Any, ...]]] = [
-        ("on_drop", on_drop, ("sync", "keep")),
+        ("on_drop", on_drop, ON_DROP),
         ("engine", engine, ENGINES),
         ("precision", precision, tuple(PRECISIONS)),
         ("sampling", sampling, SAMPLINGS),
@@ -316,27 +324,6 @@ def _device_of(model: torch.nn.Module) -> torch.device:
     return next(iter(model.parameters())).device
 
 
-def _open(path: str | os.PathLike[str], config: Mapping[str, Any], resume: bool) -> Run:
-    """A new run folder, or with `resume` the one that is there, if it is of the same run."""
-    if not (resume and is_run(path)):
-        return Run.create(path, config, environment())
-    found = Run.open(path)
-    for key in sorted(config.keys() | found.config.keys()):
-        then, now = found.config.get(key), _as_stored(config.get(key))
-        if key != "rounds" and then != now and not (then is None and now in ({}, None)):
-            raise ValueError(
-                f"This run cannot be resumed with another {key}: it is {then!r} in {Path(path)}, and {now!r} here. "
-                "Use the same, or another run folder."
-            )
-    return found
-
-
-def _as_stored(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {k: _as_stored(v) for k, v in value.items() if v is not None}
-    return [_as_stored(v) for v in value] if isinstance(value, list | tuple) else value
-
-
 def _resume(loop: Loop, state: Synchronised) -> None:
     assert loop.run is not None
     snapshot = checkpoints.load_latest(loop.run.path)
@@ -350,25 +337,6 @@ def _resume(loop: Loop, state: Synchronised) -> None:
     loop.run.log(f"resumed after round {state.round}")
     if state.round >= loop.rounds:
         warnings.warn(f"The run has {state.round} rounds already; nothing is left to do.", UserWarning, stacklevel=3)
-
-
-def _plain(value: Any) -> Any:
-    """A setting as a run folder can hold it: small tensors as lists, what is code by its name."""
-    if isinstance(value, Tensor):
-        return (
-            value.tolist()
-            if value.numel() <= 64
-            else f"tensor of shape {tuple(value.shape)}, sha256 " + (checkpoints.digest({"value": value})[:16])
-        )
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    if callable(value) and hasattr(value, "__qualname__"):
-        return f"function {value.__qualname__}"
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))  # an address is another one in the next process
 
 
 def _schedule_names(schedules: Any) -> list[tuple[str, Any]]:

@@ -24,6 +24,8 @@ from tailopt.engines.sequential import seed_plainly, seed_torch, trainable
 from tailopt.engines.simulate import simulate
 from tailopt.engines.sources import FromData, LossFunction
 from tailopt.records import history
+from tailopt.records.folder import Run
+from tailopt.rounds.drops import DROPPED
 from tailopt.seeds import derive, mixed
 
 DIGESTS = "digests.jsonl"
@@ -67,6 +69,7 @@ def train(
     seed: int = 0,
     evaluate: Evaluate | None = None,
     evaluate_every: int = 1,
+    prepare: Callable[[NestedOptimizer], None] = lambda optimizer: None,
     run: Path | None = None,
     tell: Callable[[dict[str, Any]], None] = lambda row: None,
     **settings: Any,
@@ -75,6 +78,7 @@ def train(
 
     Args:
         data: of every node, as for `simulate`; this one reads its own.
+        prepare: is given the optimizer before the first round; faults are injected there.
         tell: is given every row of the history, on node 0.
         settings: of `NestedOptimizer.from_algorithm`.
     """
@@ -114,6 +118,7 @@ def train(
         loggers=[note],
         **settings,
     )
+    prepare(opt)
     while not opt.finished:
         t, taken = opt.node.round + 1, opt.taken
         base = derive(seed, "model", t, node)
@@ -160,6 +165,12 @@ def replay(
         found.append((t, first))
         return {}
 
+    lost = {
+        row["round"]: [e["node"] for e in row["excluded"] if e["reason"] == DROPPED]
+        for row in Run.open(folder).history()
+    }
+    if any(lost.values()):  # why it was lost nobody can repeat; that it was, the history says
+        settings["drops"] = lambda t, source: lost.get(t, ())
     rounds = max(recorded, default=0)
     if not rounds:
         raise ValueError(f"{folder} has no finished round to replay.")

@@ -3,8 +3,8 @@
     inject(optimizer, BitFlip(rounds={5, 6}), Kill(rounds={9}))
 
 `inject` is called on the node that is to fail, with its `NestedOptimizer`. Some faults strike before the exchange of a
-round (the weights that the node moved, or the process itself), others what it sends: the header, or the shards after
-their checksum was taken. The exchange itself knows nothing of them.
+round (the weights that the node moved, the process itself, its disk or its network), others what it sends: the header,
+or the shards after their checksum was taken. The exchange itself knows nothing of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tailopt.engines.distributed import NestedOptimizer
 from tailopt.engines.exchange import Wire
+from tailopt.faults import disk, network
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class Fault:
 
     def before(self, optimizer: NestedOptimizer) -> None:
         """Strike before the round is closed."""
+
+    def after(self, optimizer: NestedOptimizer) -> None:
+        """Make it good again, before the next round is closed that is not one of these."""
 
     def header(self, mine: Tensor, nodes: int) -> Tensor:
         """The header that is sent."""
@@ -98,6 +102,15 @@ class Duplicate(Fault):
 
 
 @dataclass(frozen=True)
+class Drop(Fault):
+    """The contribution is lost: the header says that nothing follows, and nothing does."""
+
+    def header(self, mine: Tensor, nodes: int) -> Tensor:
+        """Without a contribution."""
+        return torch.cat([mine[:3], torch.zeros_like(mine[3:4]), mine[4:]])
+
+
+@dataclass(frozen=True)
 class Slow(Fault):
     """The node takes its time."""
 
@@ -106,6 +119,26 @@ class Slow(Fault):
     def before(self, optimizer: NestedOptimizer) -> None:
         """Sleep."""
         time.sleep(self.seconds)
+
+
+class Crashed(RuntimeError):
+    """What a node ends with that was told to crash."""
+
+
+@dataclass(frozen=True)
+class Crash(Fault):
+    """The program of the node fails: with an exception, or with `hard` at once, as by a segmentation fault.
+
+    After an exception the program may still say goodbye, and does; after a hard crash nothing of it runs any more.
+    """
+
+    hard: bool = False
+
+    def before(self, optimizer: NestedOptimizer) -> None:
+        """Raise, or abort."""
+        if self.hard:
+            os.abort()
+        raise Crashed(f"This node was told to crash in round {optimizer.node.round + 1}.")
 
 
 @dataclass(frozen=True)
@@ -126,6 +159,46 @@ class Stop(Fault):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@dataclass(frozen=True)
+class DiskFull(Fault):
+    """The disk of a folder is full when the checkpoint of the round is written, and until the next round is closed.
+
+    It is filled for real, so it has to be a small one: a `Disk`, or another of at most 1 GiB.
+    """
+
+    folder: str | os.PathLike[str] = ""
+
+    def __post_init__(self) -> None:
+        """A large disk is refused before anything is written."""
+        if not os.fspath(self.folder):
+            raise ValueError("Invalid folder: none given; need one on a small disk, such as Disk().path.")
+        disk.check(self.folder)
+
+    def before(self, optimizer: NestedOptimizer) -> None:
+        """Fill it."""
+        disk.fill(self.folder)
+
+    def after(self, optimizer: NestedOptimizer) -> None:
+        """Remove what filled it."""
+        disk.empty(self.folder)
+
+
+@dataclass(frozen=True)
+class Partition(Fault):
+    """The node is cut off: nothing that it sends arrives, nothing reaches it, and no connection is closed.
+
+    For a process on a node of a `Network`. The cable stays out; `Network.mend` puts it back.
+    """
+
+    def __post_init__(self) -> None:
+        """Who is on no such node hears of it now, not in the round."""
+        network.check_own()
+
+    def before(self, optimizer: NestedOptimizer) -> None:
+        """Pull the cable."""
+        network.cut_own()
+
+
 def inject(optimizer: NestedOptimizer, *faults: Fault) -> None:
     """Let faults happen on this node."""
     node = optimizer.node
@@ -135,7 +208,11 @@ def inject(optimizer: NestedOptimizer, *faults: Fault) -> None:
     exchange.wire = wire
 
     def closed(*arguments: Any, **settings: Any) -> Any:
-        wire.faults = [fault for fault in faults if node.round + 1 in fault.rounds]
+        active = [fault for fault in faults if node.round + 1 in fault.rounds]
+        for fault in faults:
+            if node.round in fault.rounds and fault not in active:
+                fault.after(optimizer)
+        wire.faults = active
         for fault in wire.faults:
             fault.before(optimizer)
         return close(*arguments, **settings)

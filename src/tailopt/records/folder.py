@@ -16,16 +16,19 @@ import importlib
 import json
 import os
 import platform
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tailopt.records import disk, history
+from tailopt.records.shards import digest
 
 CONFIG, ENVIRONMENT, HISTORY, TIMES, LOG = "config.toml", "environment.json", "history.jsonl", "times.jsonl", "log.txt"
 
@@ -154,6 +157,60 @@ class Run:
 def is_run(path: str | os.PathLike[str]) -> bool:
     """Whether there is a run in a folder, to be opened."""
     return (Path(path) / CONFIG).is_file()
+
+
+def opened(
+    path: str | os.PathLike[str], config: Mapping[str, Any], resume: bool, free: Collection[str] = ("rounds",)
+) -> Run:
+    """A new run folder, or with `resume` the one that is there, if it is of the same run.
+
+    free: settings that may be others in a resumed run.
+    """
+    if not (resume and is_run(path)):
+        return Run.create(path, config, environment())
+    found = Run.open(path)
+    for key in sorted(config.keys() | found.config.keys()):
+        then, now = found.config.get(key), as_stored(config.get(key))
+        if key not in free and then != now and not (then is None and now in ({}, None)):
+            raise ValueError(
+                f"This run cannot be resumed with another {key}: it is {then!r} in {Path(path)}, and {now!r} here. "
+                "Use the same, or another run folder."
+            )
+    return found
+
+
+def storable(value: Any) -> Any:
+    """A setting as a run folder can hold it: small tensors as lists, what is code by its name.
+
+    Examples:
+        >>> storable({"u": torch.tensor([0.5, 1.0]), "betas": (0.9, 0.99), "chooser": max})
+        {'u': [0.5, 1.0], 'betas': [0.9, 0.99], 'chooser': 'function max'}
+    """
+    if isinstance(value, Tensor):
+        if value.numel() <= 64:
+            return value.tolist()
+        return f"tensor of shape {tuple(value.shape)}, sha256 {digest({'value': value})[:16]}"
+    if isinstance(value, Mapping):
+        return {str(k): storable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [storable(v) for v in value]
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"function {value.__qualname__}"
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))  # an address is another one in the next process
+
+
+def as_stored(value: Any) -> Any:
+    """A setting as it comes back from a run folder: tuples as lists, and TOML has no None.
+
+    Examples:
+        >>> as_stored({"betas": (0.9, 0.99), "radius": None})
+        {'betas': [0.9, 0.99]}
+    """
+    if isinstance(value, Mapping):
+        return {k: as_stored(v) for k, v in value.items() if v is not None}
+    return [as_stored(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def environment() -> dict[str, Any]:

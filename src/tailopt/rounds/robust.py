@@ -29,6 +29,7 @@ from tailopt.rounds.blocks import norm
 from tailopt.rounds.guard import Exclusion
 
 Displacements = Sequence[Sequence[Tensor]]  # nodes, then tensors
+Length = Callable[[Sequence[Tensor]], float]  # the norm of a displacement; of one that is spread over nodes, the whole
 CHUNK = 1 << 18  # elements of a tensor that are sorted at a time: sorting needs four times their memory
 
 
@@ -57,13 +58,15 @@ def median_norm(displacements: Displacements, multiple: float = 3.0) -> list[Ten
     return total
 
 
-def far_off(displacements: Displacements, multiple: float = 3.0) -> dict[int, tuple[float, float]]:
+def far_off(
+    displacements: Displacements, multiple: float = 3.0, length: Length = norm
+) -> dict[int, tuple[float, float]]:
     """Which displacements `median_norm` leaves out, by their place: their norm, and the largest that counts."""
     if not 1 <= multiple < math.inf:
         raise ValueError(f"Invalid multiple: got {multiple}; need 1 <= multiple < inf. 3 leaves out what is far off.")
-    norms = [norm(delta) for delta in displacements]
+    norms = [length(delta) for delta in displacements]
     limit = multiple * _lower_median(norms)
-    return {i: (length, limit) for i, length in enumerate(norms) if not length <= limit}
+    return {i: (long, limit) for i, long in enumerate(norms) if not long <= limit}
 
 
 def trimmed_mean(displacements: Displacements, share: float = 0.2) -> list[Tensor]:
@@ -115,6 +118,12 @@ def centred_clipping(displacements: Displacements, radius: float | None = None, 
         >>> centred_clipping(nodes, iterations=1)
         [tensor([3.])]
     """
+    return _centred(displacements, radius, iterations)
+
+
+def _centred(
+    displacements: Displacements, radius: float | None = None, iterations: int = 3, length: Length = norm
+) -> list[Tensor]:
     if radius is not None and not 0 < radius < math.inf:
         raise ValueError(f"Invalid radius: got {radius}; need 0 < radius < inf, or None for the median distance.")
     if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
@@ -122,16 +131,16 @@ def centred_clipping(displacements: Displacements, radius: float | None = None, 
     wide = _wide(displacements)
     centre = coordinate_median(wide)
     if radius is None:
-        radius = _lower_median([norm(torch._foreach_sub(delta, centre)) for delta in wide])
+        radius = _lower_median([length(torch._foreach_sub(delta, centre)) for delta in wide])
     for _ in range(iterations):
         pull = [torch.zeros_like(c) for c in centre]
         for delta in wide:
             away = torch._foreach_sub(delta, centre)
-            length = norm(away)
-            if length <= radius:
+            far = length(away)
+            if far <= radius:
                 torch._foreach_add_(pull, away)
-            elif length < math.inf:  # what is infinitely far has no direction, and pulls at nothing
-                torch._foreach_add_(pull, torch._foreach_mul(away, radius / length))
+            elif far < math.inf:  # what is infinitely far has no direction, and pulls at nothing
+                torch._foreach_add_(pull, torch._foreach_mul(away, radius / far))
         torch._foreach_add_(centre, torch._foreach_div(pull, float(len(wide))))
     return centre
 
@@ -181,16 +190,22 @@ class Aggregate:
         given = ", ".join(f"{key}={value!r}" for key, value in self.parameters)
         return f"{self.name}({given})" if given else self.name
 
-    @property
-    def combine(self) -> Callable[[Displacements], list[Tensor]] | None:
-        """What takes the mean's place once outliers are gone; None where it is the mean itself."""
-        return None if self.name == "median-norm" else partial(AGGREGATES[self.name], **dict(self.parameters))
+    def combine(self, length: Length = norm) -> Callable[[Displacements], list[Tensor]] | None:
+        """What takes the mean's place once outliers are gone; None where it is the mean itself.
 
-    def outliers(self, displacements: Displacements, nodes: Sequence[int]) -> list[Exclusion]:
+        length: how long a displacement is; the displacements may then be parts of what it measures.
+        """
+        if self.name == "median-norm":
+            return None
+        if self.name == "centred-clipping":
+            return partial(_centred, length=length, **dict(self.parameters))
+        return partial(AGGREGATES[self.name], **dict(self.parameters))
+
+    def outliers(self, displacements: Displacements, nodes: Sequence[int], length: Length = norm) -> list[Exclusion]:
         """Whom it leaves out as a whole: by median-norm some, by the others nobody."""
         if self.name != "median-norm":
             return []
-        found = far_off(displacements, **dict(self.parameters))
+        found = far_off(displacements, **dict(self.parameters), length=length)
         return [FarOff(nodes[i], "all tensors", *lengths, "far above the median norm") for i, lengths in found.items()]
 
 

@@ -16,7 +16,7 @@ The order of additions, and their roundings, are the same for every engine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tailopt.rounds.blocks import norm
+from tailopt.rounds.drops import Dropped, empty
 from tailopt.rounds.guard import Bound, Exclusion, judge, within
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.robust import Aggregate, Displacements, coordinate_median
@@ -50,12 +51,20 @@ class Synchronised:
     flat: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Where a node goes on from whose contribution was lost, with `on_drop="keep"`: copies in the model's own types."""
+
+    weights: list[Tensor]
+    buffers: dict[str, Tensor]
+
+
 @dataclass(slots=True)
 class Contribution:
     """What one node did in a round.
 
     delta: in the arithmetic's type; flat: all of it as one tensor, laid out like that of the synchronised weights, or
-    None; inner: its optimizer's state, where it is kept.
+    None; inner: its optimizer's state, where it is kept; own: where it ended, if it goes on from there.
     """
 
     node: int
@@ -68,11 +77,15 @@ class Contribution:
     inner: list[State] | None = None
     statistics: Any = None
     flat: Tensor | None = None
+    own: Own | None = None
 
 
 @dataclass
 class Report:
-    """What happened in a round; losses, steps, inner states and statistics of the nodes that counted."""
+    """What happened in a round; losses and statistics of the nodes that counted, inner states of the sound ones.
+
+    own: where those go on from whose contributions were lost, if it is not from the synchronised weights.
+    """
 
     excluded: list[Exclusion] = field(default_factory=list)
     used: dict[int, float] = field(default_factory=dict)
@@ -80,10 +93,11 @@ class Report:
     steps: dict[int, int] = field(default_factory=dict)
     inner: dict[int, list[State]] = field(default_factory=dict)
     statistics: list[Any] = field(default_factory=list)
+    own: dict[int, Own] = field(default_factory=dict)
 
     def loss(self) -> float:
-        """The mean over the nodes that counted, with their weights."""
-        return sum(self.used[i] * loss for i, loss in self.losses.items())
+        """The mean over the nodes that counted, with their weights; NaN where nothing arrived."""
+        return sum(self.used[i] * loss for i, loss in self.losses.items()) if self.used else math.nan
 
 
 class EveryoneExcluded(RuntimeError):
@@ -98,7 +112,10 @@ class EveryoneExcluded(RuntimeError):
 
 @dataclass
 class Collected:
-    """The mean displacement and mean buffers of a round, with what happened on the way."""
+    """The mean displacement and mean buffers of a round, with what happened on the way.
+
+    Where every contribution was lost there is no mean: delta is empty, and the buffers are those of before.
+    """
 
     delta: list[Tensor]
     buffers: dict[str, Tensor]
@@ -111,20 +128,23 @@ def collect(
     who: Participants,
     guard: bool = True,
     aggregate: Aggregate | None = None,
+    lost: Collection[int] = (),
 ) -> Collected:
     """Steps 2 to 4: judge what arrives and add it up. `state` is read, never changed.
 
     aggregate: a robust one in the mean's place, for equal shares; floating buffers then take the coordinate median.
+    lost: nodes whose contributions do not arrive. Nobody judges them, and their inner states move on.
     """
     report = Report()
     mean: _Sum | _Held = _Sum()
     buffers = BufferMean()
     counted: dict[int, float] = {}
-    counting = _judged(state, contributions, guard, report)
+    counting = _judged(state, _arrived(contributions, lost, report), guard, report)
     if aggregate is not None:
         counting = _without_outliers(counting, aggregate, report)
-        mean = mean if aggregate.combine is None else _Held(aggregate.combine)
-        buffers = BufferMean(partial(_Held, coordinate_median))
+        combine = aggregate.combine()
+        mean = mean if combine is None else _Held(combine)
+        buffers = BufferMean.median()
     for c in counting:
         share = counted[c.node] = who.shares[c.node]
         mean.add(c.delta if c.flat is None else [c.flat], share)
@@ -135,7 +155,10 @@ def collect(
         if c.statistics is not None:
             report.statistics.append(c.statistics)
     if not any(counted.values()):
-        raise EveryoneExcluded.of(state.round + 1, report.excluded)
+        if not empty(report.excluded):
+            raise EveryoneExcluded.of(state.round + 1, report.excluded)
+        report.losses, report.statistics = {}, []
+        return Collected([], state.buffers, report)
     whole = 1.0 if not report.excluded else math.fsum(counted.values())
     report.used = {i: share / whole for i, share in counted.items()}
     delta = mean.result(whole)
@@ -144,12 +167,25 @@ def collect(
     return Collected(delta, buffers.result(whole, state.buffers), report)
 
 
+def _arrived(contributions: Iterable[Contribution], lost: Collection[int], report: Report) -> Iterator[Contribution]:
+    """Those that are not lost; a node's samplers and inner state move on, whether it counts or not."""
+    for c in contributions:
+        report.steps[c.node] = c.steps
+        if c.node not in lost:
+            yield c
+            continue
+        report.excluded.append(Dropped.of(c.node))
+        if c.inner is not None:
+            report.inner[c.node] = c.inner
+        if c.own is not None:
+            report.own[c.node] = c.own
+
+
 def _judged(
     state: Synchronised, contributions: Iterable[Contribution], guard: bool, report: Report
 ) -> Iterator[Contribution]:
     """Those that the guard lets pass, one by one."""
     for c in contributions:
-        report.steps[c.node] = c.steps  # a node's samplers move on, also where it does not count
         found = None
         if guard and not (c.flat is not None and not c.buffers and within(c.flat, c.limit)):
             found = judge(c.node, c.delta, c.start, state.names, c.limit, c.buffers, state.buffers)
@@ -180,9 +216,10 @@ def finish(
 ) -> None:
     """Steps 5 to 7: `state` moves on to the next synchronised weights. The collected mean is used up."""
     state.buffers = found.buffers
-    outer_step(state, found.delta, outer, numbers)
-    if projection is not None:
-        project(state.weights, projection)
+    if found.report.used:  # nothing arrived: nothing moves
+        outer_step(state, found.delta, outer, numbers)
+        if projection is not None:
+            project(state.weights, projection)
     state.round += 1
     if state.average is not None:
         # x~ = sum of r x_r over sum of r: the share of the last one is r / (1 + ... + r)
@@ -254,6 +291,11 @@ class BufferMean:
         self._mean = mean
         self._means: dict[str, _Sum | _Held] = {}
         self._others: dict[str, Tensor] = {}
+
+    @classmethod
+    def median(cls) -> BufferMean:
+        """With the coordinate median of the floating ones: what goes with a robust aggregate."""
+        return cls(partial(_Held, coordinate_median))
 
     def add(self, buffers: Mapping[str, Tensor], share: float) -> None:
         for name, buffer in buffers.items():

@@ -14,6 +14,8 @@ from tailopt.rounds.guard import Bound, bound
 from tailopt.rules.rule import Numbers, Rule
 
 SCHEDULABLE = ("lr", "u", "d")
+MOMENTS = (1, 2, 3, 10, 100, 1000)  # at which schedules are compared, beside quarters of the run
+DRIVEN = 10_000  # at most for those of torch, which get to a moment one step at a time
 T = TypeVar("T")
 
 
@@ -57,6 +59,27 @@ class Settings:
         key = ("limit", t if self._moves("inner") else 0, taken if self.by_step else 0, steps)
         return self._cached(key, lambda: bound(self.inner_rule, (self.inner(t, taken + k) for k in range(steps))))
 
+    def schedules(self) -> dict[str, Any]:
+        """The schedules, by the public name of what they change."""
+        return {PUBLIC[level][word]: schedule for (level, word), schedule in sorted(self._schedules.items())}
+
+    def scheduled(self, rounds: int | None, steps: int) -> dict[str, dict[str, Any]]:
+        """What schedules give at some moments of a run, the last among them where it is known: to be compared.
+
+        Numbers are rounded to 12 digits: the last one of a cosine is another on another machine, and harmless. A
+        schedule that fails at a moment has the error as its value there.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for (level, word), schedule in sorted(self._schedules.items()):
+            name, per = PUBLIC[level][word], scheduling.per(schedule)
+            last = None if rounds is None else rounds if per == "round" else rounds * steps
+            most = min(last or DRIVEN, DRIVEN if isinstance(schedule, scheduling.FromTorch) else last or DRIVEN)
+            quarters = () if last is None else (last // 4, last // 2, 3 * last // 4, last)
+            moments = sorted({t for t in (*MOMENTS, *quarters) if 1 <= t <= most})
+            base = self._base[level][word]
+            found[name] = {f"{per} {t}": _tried(schedule, base, t, name) for t in moments}
+        return found
+
     def _moves(self, level: str) -> bool:
         return any(of == level for of, _ in self._schedules)
 
@@ -89,3 +112,12 @@ class Settings:
                 check_settings(u, d, 0.0 if zone == "auto" else zone, level)
         except ValueError as error:
             raise ValueError(f"{error} This is what the schedules give in round {t}.") from None
+
+
+def _tried(schedule: Any, base: Any, t: int, name: str) -> Any:
+    """A schedule's value, or why it has none."""
+    try:
+        value = scheduling.value(schedule, base, t, name)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return float(f"{value:.12g}") if isinstance(value, int | float) else value

@@ -1,0 +1,187 @@
+"""What a node does with displacements, each in one pass over memory: by the C kernel, or by torch with the same bits.
+
+    moved    delta = p - x, with a checksum and the largest magnitude of every node's stretch
+    look     the checksum and the largest magnitude of what arrived
+    mean     sum of share * displacement over the weight that counted, in node order, two roundings for each node
+    descend  the outer rules avg, sgd and nesterov on the negative of that, which then need not be written
+
+The kernel takes contiguous fp32 tensors on the CPU; torch takes everything else.
+"""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tailopt.clipping import cpu
+from tailopt.rules.rule import Numbers, Rule, State, of
+from tailopt.rules.sgd import AVG, NESTEROV, SGD
+
+PIECE = 1 << 18  # elements that torch scales at once: what stays in the cache is not written back
+
+
+class Look(NamedTuple):
+    """Of a stretch: the sum of its 64-bit words, modulo 2^64, and its largest magnitude; NaN or inf where one is."""
+
+    checksum: int = 0
+    top: float = 0.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of one tensor's elements, where it lies in the flat buffer, and whose stretch it belongs to."""
+
+    tensor: int
+    offset: int  # in the tensor
+    start: int  # in the flat buffer
+    count: int
+    node: int
+
+
+def look(x: Tensor) -> Look:
+    """One pass over a flat tensor with an even count of fp32: any single flipped bit changes the checksum.
+
+    Examples:
+        >>> look(torch.tensor([1.0, -3.0])).top
+        3.0
+    """
+    kernel = cpu.loaded()
+    if kernel is None or not _plain(x):
+        return _look(x)
+    (checksum,), (top,) = kernel.moved_at(
+        None, None, array("Q", [x.data_ptr()]), array("q", [x.numel()]), array("i", [0]), 1
+    )
+    return Look(checksum, top)
+
+
+def _look(x: Tensor) -> Look:
+    if not x.numel():
+        return Look()
+    low, high = torch.aminmax(x)
+    return Look(int(x.view(torch.int64).sum()), float(torch.maximum(-low, high)))
+
+
+def moved(params: Sequence[Tensor], x: Tensor, delta: Tensor, spans: Sequence[Span], cuts: Sequence[int]) -> list[Look]:
+    """delta = params - x in the flat buffer, of which node k owns cuts[k] to cuts[k + 1]; a look at every stretch.
+
+    x is rounded to a parameter's own type first: its rounding is no movement.
+    """
+    nodes = len(cuts) - 1
+    kernel = cpu.loaded()
+    if kernel is None or not all(map(_plain, (x, delta, *params))):
+        lines = [p.reshape(-1) for p in params]
+        for span in spans:
+            d, begun = (flat[span.start : span.start + span.count] for flat in (delta, x))
+            p = lines[span.tensor][span.offset : span.offset + span.count]
+            torch.sub(p.to(d), begun.to(p.dtype).to(d), out=d)
+        return [look(delta[cuts[k] : cuts[k + 1]]) for k in range(nodes)]
+    size, begin, into = 4, x.data_ptr(), delta.data_ptr()
+    where = [p.data_ptr() for p in params]
+    checksums, tops = kernel.moved_at(
+        array("Q", [where[span.tensor] + size * span.offset for span in spans]),
+        array("Q", [begin + size * span.start for span in spans]),
+        array("Q", [into + size * span.start for span in spans]),
+        array("q", [span.count for span in spans]),
+        array("i", [span.node for span in spans]),
+        nodes,
+    )
+    return list(map(Look, checksums, tops))
+
+
+def mean(rows: Sequence[Tensor], shares: Sequence[float], whole: float, negative: bool = False) -> Tensor:
+    """The weighted mean of flat tensors, or its negative, in the memory of the first.
+
+    Examples:
+        >>> mean([torch.tensor([2.0]), torch.tensor([6.0])], [0.25, 0.25], 0.5)
+        tensor([4.])
+    """
+    first = rows[0]
+    kernel = cpu.loaded()
+    if kernel is None or not all(map(_plain, rows)):
+        return _mean(rows, shares, whole, negative)
+    kernel.mean_at(cpu.addresses(rows), array("f", shares), whole, negative, first.data_ptr(), first.numel())
+    return first
+
+
+def _mean(rows: Sequence[Tensor], shares: Sequence[float], whole: float, negative: bool) -> Tensor:
+    scaled = rows[0].new_empty(min(rows[0].numel(), PIECE))
+    over = torch.tensor(whole, dtype=torch.float64).to(scaled)
+    for acc, *others in zip(*(row.split(PIECE) for row in rows), strict=True):
+        acc.mul_(shares[0])
+        for part, share in zip(others, shares[1:], strict=True):
+            acc.add_(torch.mul(part, share, out=scaled[: part.numel()]))
+        if whole != 1.0:
+            acc.div_(over)
+        if negative:
+            acc.neg_()
+    return rows[0]
+
+
+def descend(
+    rule: Rule,
+    x: Sequence[Tensor],
+    states: Sequence[State],
+    numbers: Numbers,
+    rows: Sequence[Tensor],
+    shares: Sequence[float],
+    whole: float,
+    starts: Sequence[int],
+) -> bool:
+    """The outer step of x, whose i-th part lies at starts[i] of every row; False where it is torch's to do."""
+    kernel, momentum = cpu.loaded(), numbers.get("momentum", 0.0)
+    lr = [1.0 if rule is AVG else of(numbers["lr"], i) for i in range(len(x))] if rule in _DESCENTS else []
+    if kernel is None or not lr or any(isinstance(number, Tensor) for number in (momentum, *lr)):
+        return False
+    fused = _fused()
+    velocities = [state["momentum_buffer"] for state in states if "momentum_buffer" in state] if momentum else []
+    if fused is None or (momentum and len(velocities) < len(x)) or not all(map(_plain, (*x, *velocities, *rows))):
+        return False
+    kernel.descend_at(
+        cpu.addresses(rows),
+        array("f", shares),
+        whole,
+        array("q", starts),
+        cpu.sizes(x),
+        cpu.addresses(x),
+        cpu.addresses(velocities) if velocities else None,
+        array("f", [-one for one in lr]),
+        momentum,
+        rule is NESTEROV,
+        fused,
+    )
+    return True
+
+
+@functools.cache
+def _fused() -> bool | None:
+    """Whether torch's addition of a multiple is a fused multiply-add here; None where it is neither one nor two steps.
+
+    It is with AVX2 and AVX512, and is not without; tried, since a torch of another processor may do as it likes.
+    """
+    kernel = cpu.loaded()
+    assert kernel is not None
+    source = torch.Generator().manual_seed(0)
+    g, x, v = torch.randn(3, 1003, generator=source).unbind()
+    expected = x.clone(), v.clone()
+    NESTEROV.step([expected[0]], [-g], [{"momentum_buffer": expected[1]}], {"lr": 0.7, "momentum": 0.9})
+    one = array("f", [1.0])
+    for fused in (True, False):
+        got = x.clone(), v.clone()
+        rows, count, to, with_v = cpu.addresses([g]), cpu.sizes([g]), cpu.addresses(got[:1]), cpu.addresses(got[1:])
+        kernel.descend_at(rows, one, 1.0, array("q", [0]), count, to, with_v, array("f", [-0.7]), 0.9, True, fused)
+        if all(map(torch.equal, got, expected)):
+            return fused
+    return None
+
+
+_DESCENTS = (AVG, SGD, NESTEROV)
+
+
+def _plain(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous()

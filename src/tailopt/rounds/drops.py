@@ -1,0 +1,89 @@
+"""Whose contribution gets lost in a round, though the node did its steps.
+
+    a probability p   every node, independently: u_i < p, one uniform number a node
+    a function        (round, generator) -> node numbers
+
+Drawn from a generator that is a function of (seed, round) alone, like the participants. A loss is nobody's fault: the
+weights of those who are missing go to the others, and if nothing at all arrives, the round takes no outer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from tailopt.rounds.guard import Exclusion
+from tailopt.seeds import generator
+
+ON_DROP = ("sync", "keep")
+DROPPED = "dropped"
+Loss = Callable[[int, torch.Generator], Iterable[int]]
+
+
+@dataclass(frozen=True)
+class Drops:
+    """Whose contributions get lost.
+
+    Args:
+        nodes: how many there are.
+        lost: a probability from 0 to 1, or a function (round, generator) -> node numbers; those that do not take part
+            have nothing to lose.
+
+    Examples:
+        >>> drops = Drops(4, 0.5, seed=0)
+        >>> [sorted(drops.draw(t)) for t in (1, 2, 3)]
+        [[3], [0, 1, 2, 3], [0, 2, 3]]
+        >>> Drops(4, lambda t, source: [t % 4]).draw(6)
+        {2}
+    """
+
+    nodes: int
+    lost: float | Loss = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if callable(self.lost):
+            return
+        if isinstance(self.lost, bool) or not isinstance(self.lost, int | float) or not 0 <= self.lost <= 1:
+            raise ValueError(
+                f"Invalid drops: {self.lost!r}; need a probability from 0 to 1, or a function (round, generator) that "
+                "returns node numbers."
+            )
+
+    def draw(self, t: int) -> set[int]:
+        """Whose contributions to round t get lost."""
+        if not callable(self.lost) and self.lost == 0:
+            return set()
+        source = generator(self.seed, "drops", t)
+        if not callable(self.lost):
+            numbers = torch.rand(self.nodes, generator=source, dtype=torch.float64)
+            return set((numbers < self.lost).nonzero().flatten().tolist())
+        found = {int(i) for i in self.lost(t, source)}
+        wrong = [i for i in found if not 0 <= i < self.nodes]
+        if wrong:
+            raise ValueError(
+                f"Invalid drops: the function named node {wrong[0]} for round {t}; need numbers from 0 to "
+                f"{self.nodes - 1}."
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Dropped(Exclusion):
+    """A contribution that did not arrive."""
+
+    @classmethod
+    def of(cls, node: int) -> Dropped:
+        """That of a node."""
+        return cls(node, "what was sent", 0.0, None, DROPPED)
+
+    def __str__(self) -> str:
+        return f"node {self.node}: its contribution did not arrive"
+
+
+def empty(excluded: Iterable[Exclusion]) -> bool:
+    """Whether those who do not count are missing only because nothing of them arrived."""
+    reasons = [e.reason for e in excluded]
+    return bool(reasons) and all(reason == DROPPED for reason in reasons)
