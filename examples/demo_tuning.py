@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from tailopt.studies.convex import HEAVY, Plan, settings, tune
+from tailopt.studies.convex import HEAVY, Plan, tune
 from tailopt.studies.progress import counted
 from tailopt.sweeps.search import best
+from tailopt.sweeps.space import settings
 from tailopt.sweeps.stacked import Batches
 
 ALGORITHMS = (

@@ -9,6 +9,7 @@ import pytest
 from tailopt.algorithms import ALGORITHMS, algorithm
 from tailopt.studies import convex
 from tailopt.sweeps.search import point
+from tailopt.sweeps.space import settings
 
 pytest.importorskip("sklearn", reason="the studies' extra is not installed")
 
@@ -21,7 +22,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_has_ranges_that_give_its_settings(name: str) -> None:
     for i in range(20):
-        algorithm(name, **convex.settings(point(convex.ranges(name), 0, i)))
+        algorithm(name, **settings(point(convex.SPACE.ranges(name), 0, i)))
 
 
 def test_the_study_writes_what_it_says(finished: Path) -> None:

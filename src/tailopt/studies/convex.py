@@ -30,6 +30,7 @@ from tailopt.records import disk
 from tailopt.studies.claims import Claim, judged
 from tailopt.studies.progress import counted
 from tailopt.sweeps.search import Point, Range, Trial, best, describe, search
+from tailopt.sweeps.space import Space, settings
 from tailopt.sweeps.stacked import Batches, errors
 from tailopt.tasks.synthetic import Synthetic
 
@@ -49,27 +50,28 @@ FAMILY = ("avg-biclip", "adam-biclip", "rmsprop-biclip", "adagrad-biclip", "bi2c
 HEADLINE = ("avg-sgd", "avg-l2clip", "avg-adam", "avg-biclip")
 FEATURES = {"syntoken": "SynToken", "gaussian": "Gaussian features"}
 
-# Where the settings of a rule are looked for. A clipped step is searched by how far it moves at most, lr * u, and a
-# lower threshold as a share of the upper one: those are the directions in which the error changes slowly.
+# A lower threshold is searched as a share of the upper one, and a clipped step by how far it moves at most.
 _MOVE, _U, _SHARE, _EPS = Range(1e-3, 0.3), Range(3e-3, 10.0), Range(1e-2, 1.0), Range(1e-8, 1e-1)
-INNER: Mapping[str, Mapping[str, Range]] = {
-    "sgd": {"ilr": Range(1e-3, 0.3)},
-    "l2clip": {"i_move": Range(1e-2, 3.0), "i_u": Range(3e-2, 30.0)},
-    "biclip-l2": {"i_move": Range(1e-2, 3.0), "i_u": Range(3e-2, 30.0), "i_share": _SHARE},
-    "biclip": {"i_move": _MOVE, "i_u": _U, "i_share": _SHARE},
-    "adagrad": {"ilr": Range(1e-3, 0.3), "ieps": _EPS},
-    "adam": {"ilr": Range(1e-3, 0.3), "ieps": _EPS},
-    "adamw": {"ilr": Range(1e-3, 0.3), "ieps": _EPS, "weight_decay": Range(1e-6, 1e-1)},
-}
-OUTER: Mapping[str, Mapping[str, Range]] = {
-    "avg": {},
-    "adagrad": {"olr": Range(1e-2, 3.0), "oeps": _EPS},
-    "rmsprop": {"olr": Range(1e-3, 1.0), "oeps": _EPS},
-    "adam": {"olr": Range(1e-3, 1.0), "oeps": _EPS},
-    "biclip": {"o_move": Range(3e-3, 1.0), "o_u": Range(1e-3, 1.0), "o_share": _SHARE},
-    "biclip-l2": {"o_move": Range(3e-2, 10.0), "o_u": Range(1e-2, 10.0), "o_share": _SHARE},
-    "nesterov": {"olr": Range(0.1, 1.5), "momentum": Range(0.3, 0.95, log=False)},
-}
+SPACE = Space(
+    inner={
+        "sgd": {"ilr": Range(1e-3, 0.3)},
+        "l2clip": {"i_move": Range(1e-2, 3.0), "i_u": Range(3e-2, 30.0)},
+        "biclip-l2": {"i_move": Range(1e-2, 3.0), "i_u": Range(3e-2, 30.0), "i_share": _SHARE},
+        "biclip": {"i_move": _MOVE, "i_u": _U, "i_share": _SHARE},
+        "adagrad": {"ilr": Range(1e-3, 0.3), "ieps": _EPS},
+        "adam": {"ilr": Range(1e-3, 0.3), "ieps": _EPS},
+        "adamw": {"ilr": Range(1e-3, 0.3), "ieps": _EPS, "weight_decay": Range(1e-6, 1e-1)},
+    },
+    outer={
+        "avg": {},
+        "adagrad": {"olr": Range(1e-2, 3.0), "oeps": _EPS},
+        "rmsprop": {"olr": Range(1e-3, 1.0), "oeps": _EPS},
+        "adam": {"olr": Range(1e-3, 1.0), "oeps": _EPS},
+        "biclip": {"o_move": Range(3e-3, 1.0), "o_u": Range(1e-3, 1.0), "o_share": _SHARE},
+        "biclip-l2": {"o_move": Range(3e-2, 10.0), "o_u": Range(1e-2, 10.0), "o_share": _SHARE},
+        "nesterov": {"olr": Range(0.1, 1.5), "momentum": Range(0.3, 0.95, log=False)},
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -104,28 +106,6 @@ QUICK = Plan(
     samples=400,
     dimension=20,
 )
-
-
-def ranges(name: str) -> dict[str, Range]:
-    """Where the settings of an algorithm are looked for."""
-    outer, inner = ALGORITHMS[name]
-    return {**INNER[inner], **OUTER[outer]}
-
-
-def settings(point: Point) -> dict[str, float]:
-    """A point of the search as settings: lr = move / u, d = share * u.
-
-    Examples:
-        >>> settings({"i_move": 0.05, "i_u": 0.5, "i_share": 0.2})
-        {'i_u': 0.5, 'ilr': 0.1, 'i_d': 0.1}
-    """
-    found = {key: value for key, value in point.items() if not key.endswith(("_move", "_share"))}
-    for level in ("i", "o"):
-        if f"{level}_move" in point:
-            found[f"{level}lr"] = point[f"{level}_move"] / point[f"{level}_u"]
-        if f"{level}_share" in point:
-            found[f"{level}_d"] = point[f"{level}_share"] * point[f"{level}_u"]
-    return found
 
 
 def run(out: Path, *, quick: bool = False, progress: bool = True, plan: Plan | None = None) -> Path:
@@ -180,7 +160,7 @@ def tune(plan: Plan, name: str, data: Batches, record: Path | None = None) -> li
         found = _curves(plan, name, data, [settings(p) for p in points], max(plan.horizons)).log().mean(1)
         return [{f"error@{t}": float(row[t - 1]) for t in plan.horizons} for row in found]
 
-    return search(measure, ranges(name), plan.budget, record=record, batch=plan.budget)
+    return search(measure, SPACE.ranges(name), plan.budget, record=record, batch=plan.budget)
 
 
 def _curves(plan: Plan, name: str, data: Batches, points: Sequence[Mapping[str, float]], rounds: int) -> Tensor:
@@ -423,7 +403,7 @@ def report(found: Mapping[str, Any], claims: Sequence[Claim]) -> str:
         f"{plan['fresh'][0]} to {plan['fresh'][-1]}. The ranges, searched in the logarithm:",
         "",
     ]
-    for level, table in (("inner", INNER), ("outer", OUTER)):
+    for level, table in (("inner", SPACE.inner), ("outer", SPACE.outer)):
         for rule, where in table.items():
             if where:
                 text = ", ".join(f"{k} {v[0]:g} to {v[1]:g}" for k, v in describe(where).items())
