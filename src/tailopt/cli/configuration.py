@@ -38,7 +38,7 @@ Pairs = Sequence[tuple[str, str | None]]  # a setting of the command line and it
 
 SECTIONS = ("task", "algorithm", "run", "schedules")
 # An option that is no setting but stands for one.
-SHORT = {"task": "task.name", "algorithm": "algorithm.name"}
+SHORT = {"task": "task.name", "algorithm": "algorithm.name", "model": "task.pretrained"}
 # kind -> the function that makes it, and what may stand beside it
 SCHEDULES: Mapping[str, tuple[Callable[..., scheduling.Schedule], tuple[str, ...]]] = {
     "power": (scheduling.power, ("per", "shift")),
@@ -61,6 +61,7 @@ class RunSettings:
     participation: float = 1.0
     participants: int | None = None
     sampling: str = "uniform"
+    drops: float = 0.0
     on_drop: str = "sync"
     projection: float | None = None
     average: bool = False
@@ -118,8 +119,11 @@ class Configuration:
 
     def record(self) -> dict[str, Any]:
         """What a run folder holds beside what `simulate` writes there itself."""
+        settings = dataclasses.asdict(self.run)
+        if not self.run.drops:  # so in folders from before
+            del settings["drops"]
         return {
-            **dataclasses.asdict(self.run),
+            **settings,
             "task": dict(self.task),
             "schedules": dict(self.schedules),
         }
@@ -199,6 +203,8 @@ def resolve(tables: Tables) -> Configuration:
     }
     if "local_steps" not in given and "local_epochs" not in given:
         usual |= {"local_steps": fallback.local_steps, "local_epochs": fallback.local_epochs}
+    if "participants" not in given and "participation" not in given:
+        usual["participants"] = fallback.participants
     resolved = Configuration(chosen, method, RunSettings(**{**usual, **given}), dict(tables["schedules"]))
     resolved.method()
     with warnings.catch_warnings():  # a condition that schedules break is said when they are used, and once

@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+from tailopt.tasks.cifar100 import SMALL as CIFAR100_SMALL
+from tailopt.tasks.cifar100 import Cifar100
+from tailopt.tasks.glue import PARTS as GLUE
+from tailopt.tasks.glue import SMALL as GLUE_SMALL
+from tailopt.tasks.glue import Glue
 from tailopt.tasks.gradient_noise import GradientNoise
+from tailopt.tasks.language import NAMES as LANGUAGE
+from tailopt.tasks.language import PRESETS as LANGUAGE_PRESETS
+from tailopt.tasks.language import Language
+from tailopt.tasks.squad import SMALL as SQUAD_SMALL
+from tailopt.tasks.squad import Squad
 from tailopt.tasks.synthetic import Synthetic
 from tailopt.tasks.task import Task
+from tailopt.tasks.translation import NAMES as TRANSLATION
+from tailopt.tasks.translation import SMALL as TRANSLATION_SMALL
+from tailopt.tasks.translation import named as translation
 
 # name -> the task in its preset "paper"
 TASKS: Mapping[str, Callable[..., Task]] = {
     "syntoken": lambda **settings: Synthetic(features="syntoken", **settings),
     "gaussian": lambda **settings: Synthetic(features="gaussian", **settings),
     "gradient-noise": GradientNoise,
+    "squad": Squad,
+    "cifar100": Cifar100,
+    **{f"glue/{which}": partial(Glue, which) for which in GLUE},
+    **{f"translation/{name}": partial(translation, name) for name in TRANSLATION},
+    **{kind: partial(Language, kind, **usual) for kind, usual in LANGUAGE.items()},
 }
 # name -> preset -> what differs
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "syntoken": {"paper": {}, "small": {"samples": 1000, "dimension": 20}},
     "gaussian": {"paper": {}, "small": {"samples": 1000, "dimension": 20}},
     "gradient-noise": {"paper": {}, "small": {"dimension": 5}},
+    "squad": {"paper": {}, "small": SQUAD_SMALL},
+    "cifar100": {"paper": {}, "small": CIFAR100_SMALL},
+    **{f"glue/{which}": {"paper": {}, "small": GLUE_SMALL} for which in GLUE},
+    **{f"translation/{name}": {"paper": {}, "small": TRANSLATION_SMALL} for name in TRANSLATION},
+    **LANGUAGE_PRESETS,
 }
 
 

@@ -20,6 +20,7 @@ class Defaults:
     local_epochs: int | None = None
     batch_size: int = 32
     weights: str | None = None  # None: equal; "samples"
+    participants: int | None = None  # nodes in a round; None: all
     metric: str = "loss"  # what of `evaluate` decides
     lower_is_better: bool = True
 

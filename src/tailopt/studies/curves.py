@@ -1,0 +1,101 @@
+"""Convergence by round on one GLUE task: what L2 clipping, adaptivity and BiClip each do; the paper's is QNLI.
+
+(a) L2 clipping    avg-sgd, avg-l2clip, adam-sgd, adam-l2clip
+(b) adaptivity     avg-sgd, avg-adam, adam2, adaptive outer optimizers over SGD
+(c) BiClip         avg-biclip, adam-biclip, bi2clip, adam2
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tailopt.figures.style import band, look, pyplot
+from tailopt.records import disk
+from tailopt.studies.claims import Claim, judged
+from tailopt.studies.glue import METRICS, labels
+from tailopt.studies.tuned import Column, Plan, adjusted, compare, how, mean, over_seeds, page, slug, table
+
+PANELS: Mapping[str, Sequence[str]] = {
+    "(a) L2 clipping": ("avg-sgd", "avg-l2clip", "adam-sgd", "adam-l2clip"),
+    "(b) adaptivity": ("avg-sgd", "avg-adam", "adam2", "adagrad-sgd", "rmsprop-sgd", "adam-sgd"),
+    "(c) BiClip": ("avg-biclip", "adam-biclip", "bi2clip", "adam2"),
+}
+ALL = tuple(dict.fromkeys(name for names in PANELS.values() for name in names))
+
+
+def run(
+    out: Path,
+    *,
+    quick: bool = False,
+    progress: bool = True,
+    task: str = "QNLI",
+    preset: str = "paper",
+    model: str = "",
+    data: str = "",
+    algorithms: str | None = None,
+    seeds: int | None = None,
+    budget: int | None = None,
+    settings: str | None = None,
+    device: str | None = None,
+) -> Path:
+    """Run what is not in `out` yet, and write table.md, results.json and curves.png there; options as in `glue.run`."""
+    (label,) = labels(task)[:1]
+    over = {key: value for key, value in (("pretrained", model), ("data", data)) if value}
+    small = preset == "small"
+    plan = Plan(
+        {label: Column(f"glue/{slug(label).replace('-', '')}", preset, over)},
+        algorithms=ALL,
+        budget=2 if small else 8,
+        seeds=(0,) if small else (0, 1, 2),
+        tuning={"rounds": 1} if small else {"rounds": 3},
+    )
+    plan = adjusted(
+        plan, quick=quick, algorithms=algorithms, seeds=seeds, budget=budget, settings=settings, device=device
+    )
+    found = compare(plan, out, progress)
+    claims = judge(found, label)
+    found["claims"] = [asdict(claim) for claim in claims]
+    disk.replace(out / "results.json", (json.dumps(found, indent=1) + "\n").encode())
+    body = [f"{label}, validation, percent: {over_seeds(found)}.", "", *table(found, METRICS), ""]
+    stand_in = [] if label == "QNLI" else [f"The paper's curves are on QNLI; these are on {label}."]
+    disk.replace(out / "table.md", page("Convergence", [*body, *how(found, stand_in)], claims).encode())
+    draw(found, label, out / "curves.png")
+    return out
+
+
+def judge(found: Mapping[str, Any], label: str) -> list[Claim]:
+    """Claim 7, on one task: SGD inside stays behind whatever is outside."""
+    ran, metric = found["plan"]["algorithms"], METRICS[label][0]
+    plain = [name for name in ran if name.endswith("-sgd")]
+    others = [name for name in ran if name in ("avg-adam", "adam2", "avg-biclip", "adam-biclip", "bi2clip")]
+    said = ", ".join(f"{name} {mean(found, label, name, metric):.2f}" for name in ran)
+    holds = None
+    if plain and others:
+        best = max(mean(found, label, name, metric) for name in plain)
+        holds = all(mean(found, label, name, metric) > best for name in others)
+    text = "SGD inside stays behind; the best averages need adaptivity or BiClip inside."
+    return [judged(7, text, holds, f"{label}: {said}")]
+
+
+def draw(found: Mapping[str, Any], label: str, path: Path) -> None:
+    """The three panels, on one scale."""
+    plt, metric = pyplot(), METRICS[label][0]
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(11, 4.2), sharey=True, layout="constrained")
+    for axis, (title, names) in zip(axes, PANELS.items(), strict=True):
+        for cell in found["cells"]:
+            kept = [run for run in cell["runs"] if run["metrics"]]
+            if cell["algorithm"] in names and kept:
+                lines = [[row[metric] for row in run["curve"]] for run in kept]
+                band(axis, range(1, len(lines[0]) + 1), lines, **look(cell["algorithm"]), marker="o", markersize=3)
+        axis.set(title=title, xlabel="round")
+        axis.grid(alpha=0.25, linewidth=0.5)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8, frameon=False)
+    axes[0].set_ylabel(f"{label} {metric}, percent")
+    figure.suptitle(f"{label}, validation by round, {over_seeds(found)}", fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tailopt.studies import centralised
+from tailopt.tasks import table
+from tailopt.tasks.task import Defaults
+
+transformers = pytest.importorskip("transformers", reason="the studies' extra is not installed")
+for name in ("torchmetrics", "matplotlib", "safetensors"):
+    pytest.importorskip(name, reason="the studies' extra is not installed")
+
+ROW = 2 + 3 * 32 * 32  # of CIFAR-100's binary version
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made-up data of both tasks in one folder."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "squad").mkdir()
+    rows = [{"context": f"Town {i} has {i} bridges.", "question": "How many?", "answer": f"{i}"} for i in range(12)]
+    for name, part in (("train", rows[:8]), ("validation", rows[8:])):
+        text = "".join(json.dumps(row) + "\n" for row in part)
+        (folder / "squad" / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    (folder / "cifar100").mkdir()
+    for name, n in (("train", 20), ("test", 10)):
+        content = torch.randint(0, 100, (n, ROW), generator=torch.Generator().manual_seed(n), dtype=torch.uint8)
+        (folder / "cifar100" / f"{name}.bin").write_bytes(bytes(content.flatten().tolist()))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tokenizer of bytes and a language model of one layer, as a folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    folder = tmp_path_factory.mktemp("llama")
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    words.train_from_iterator([], trainers.BpeTrainer(special_tokens=["<end>"], initial_alphabet=alphabet))
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", model_max_length=512)
+    wrapped.save_pretrained(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    configuration = transformers.LlamaConfig(vocab_size=260, bos_token_id=None, eos_token_id=0, **sizes)
+    transformers.AutoModelForCausalLM.from_config(configuration).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Presets of the smallest models."""
+    monkeypatch.setenv("TAILOPT_CACHE", str(tmp_path / "cache"))
+    usual = {"nodes": 1, "rounds": 2, "local_steps": 2, "batch_size": 4, "lower_is_better": False}
+    small = {"width": 8, "layers": 1, "heads": 2, "patch": 16, "evaluated": 10}
+    changed = {
+        **table.PRESETS,
+        "squad": {"small": {"length": 96, "answer_length": 4, "defaults": Defaults(**usual, metric="f1")}},
+        "cifar100": {"small": {"pretrained": "", **small, "defaults": Defaults(**usual, metric="accuracy")}},
+    }
+    monkeypatch.setattr(table, "PRESETS", changed)
+
+
+def run(out: Path, data: Path, llama: str, **settings: Any) -> dict[str, Any]:
+    usual = {"preset": "small", "budget": 1, "seeds": 2, "device": "cpu", "progress": False}
+    centralised.run(out, model=llama, data=str(data), **{**usual, **settings})
+    found: dict[str, Any] = json.loads((out / "results.json").read_text())
+    return found
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_study_runs_both_tasks_and_goes_on_with_what_is_there(tmp_path: Path, data: Path, llama: str) -> None:
+    found = run(tmp_path, data, llama)
+    assert list(found["parts"]) == ["squad", "cifar100"]
+    for name, part in found["parts"].items():
+        assert [cell["algorithm"] for cell in part["cells"]] == ["avg-biclip", "avg-sgd", "avg-adam"]
+        for algorithm in centralised.ALGORITHMS:
+            curves = centralised.lines(part, name, algorithm)
+            assert len(curves) == 2 and all(len(curve) == 3 and curve[0] == curves[0][0] for curve in curves)
+        assert part["plan"]["fixed"] == {"avg-adam": {"inner_state": "keep"}}
+    assert found["parts"]["squad"]["plan"]["space"] == "fine-tuning"
+    assert found["parts"]["cifar100"]["plan"]["space"] == "scratch"
+    page = (tmp_path / "table.md").read_text()
+    for text in (
+        "## SQuAD",
+        "## CIFAR-100",
+        "one every 2 steps, batch 4",
+        "kept throughout",
+        "Claim 11",
+        "8 + 4",
+    ):
+        assert text in page, text
+    assert (tmp_path / "centralised.png").stat().st_size > 10_000
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("cells/*.json")}
+    assert len(before) == 12
+    assert run(tmp_path, data, llama) == found
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("cells/*.json")} == before
+
+
+@pytest.mark.usefixtures("tiny")
+def test_nested(tmp_path: Path, data: Path) -> None:
+    found = run(tmp_path, data / "cifar100", "", task="cifar100", nodes=4, seeds=1, algorithms="avg-biclip,avg-adam")
+    (part,) = found["parts"].values()
+    assert part["plan"]["run"] == {"nodes": 4} and part["plan"]["fixed"] == {}
+    page = (tmp_path / "table.md").read_text()
+    assert "4 node(s)" in page and "made anew in every round" in page and "nested" in page
+    assert "Claim 11: cannot tell" in page  # of one seed
+
+
+def part(biclip: list[list[float]], adam: list[list[float]]) -> dict[str, Any]:
+    def cell(name: str, curves: list[list[float]]) -> dict[str, Any]:
+        runs = [{"metrics": {"accuracy": c[-1]}, "curve": [{"accuracy": v} for v in c]} for c in curves]
+        return {"column": "CIFAR-100", "algorithm": name, "runs": runs}
+
+    return {"start": {"accuracy": 1.0}, "cells": [cell("avg-biclip", biclip), cell("avg-adam", adam)]}
+
+
+@pytest.mark.parametrize(
+    ("biclip", "adam", "verdict"),
+    [
+        ([[10, 20], [11, 21]], [[9, 19], [8, 18]], "holds"),
+        ([[10, 20], [10, 20]], [[10, 21], [10, 20]], "holds"),  # less apart than Adam's seeds
+        ([[10, 15], [10, 15]], [[10, 20], [10, 21]], "does not hold"),  # ends lower
+        ([[2, 20], [2, 20]], [[18, 20], [18, 20]], "does not hold"),  # as high, and slower
+        ([[10, 20]], [[9, 19]], "cannot tell"),  # one seed
+        ([], [[9, 19], [8, 18]], "does not hold"),  # BiClip broke down
+    ],
+)
+def test_the_claim_is_judged_by_end_and_by_speed(
+    biclip: list[list[float]], adam: list[list[float]], verdict: str
+) -> None:
+    assert centralised.judge({"cifar100": part(biclip, adam)}).verdict == verdict
+
+
+def test_options_that_make_no_sense(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Unknown task: 'glue'; need one of squad, cifar100"):
+        centralised.run(tmp_path, task="glue")
+    with pytest.raises(ValueError, match="Invalid nodes: got 0"):
+        centralised.run(tmp_path, nodes=0)
+    with pytest.raises(FileNotFoundError, match="holds no squad. With two tasks, give a folder that holds both"):
+        centralised.run(tmp_path, data=str(tmp_path))

@@ -1,0 +1,121 @@
+"""The study of lost contributions: its text, its cells, and what a run leaves."""
+
+import dataclasses
+import json
+import lzma
+import math
+
+import pytest
+import torch
+
+from tailopt.records import history
+from tailopt.seeds import generator
+from tailopt.studies import drops
+from tailopt.studies.drops import CASES, PRESETS, QUICK, Corpus
+
+CPU = torch.device("cpu")
+TEXT = bytes(range(32, 122)) * 400
+TINY = dataclasses.replace(QUICK, seeds=(0,), rounds=3)
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_nodes_and_held_out_text_are_apart():
+    """Every stripe goes to one of them, and nothing gets lost."""
+    text = b"".join(i.to_bytes(4, "big") for i in range(40_000))
+    corpus = Corpus.of(text, 4, 8, CPU)
+    parts = [bytes(part.tolist()) for part in (*corpus.nodes, corpus.held_out)]
+    assert sum(map(len, parts)) == len(text)
+    stripe = len(text) // (drops.HELD_OUT * 4)
+    assert parts[-1][:stripe] == text[19 * stripe : 20 * stripe]
+    assert parts[1][:stripe] == text[stripe : 2 * stripe]
+    assert corpus.nodes[0].numel() == pytest.approx(corpus.nodes[3].numel(), abs=stripe)
+
+
+def test_the_unigram_perplexity_of_equally_frequent_bytes():
+    assert Corpus.of(bytes(range(10)) * 5000, 2, 8, CPU).unigram == pytest.approx(10, rel=1e-3)
+
+
+def test_too_little_text_is_refused():
+    with pytest.raises(ValueError, match="Invalid data: 100 bytes of text; need 1360 or more for 4 nodes"):
+        Corpus.of(b"x" * 100, 4, 16, CPU)
+
+
+def test_text_files_plain_and_packed(tmp_path):
+    (tmp_path / "b.txt").write_bytes(b"two")
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"one"))
+    (tmp_path / "c.md").write_bytes(b"not this")
+    assert drops.text(tmp_path) == b"one\ntwo"
+    assert drops.text(tmp_path / "b.txt") == b"two"
+    with pytest.raises(FileNotFoundError, match=r"has no \*.txt or \*.txt.xz file"):
+        drops.text(tmp_path / "nowhere")
+    assert len(drops.text()) > 1_000_000
+
+
+def test_windows_hold_the_next_byte_too():
+    rows = drops.windows(torch.arange(200, dtype=torch.uint8), 50, 8, generator(0, "test"))
+    assert rows.shape == (50, 9) and rows.dtype == torch.int64
+    assert bool((rows.diff(dim=1) == 1).all()) and int(rows.max()) <= 199
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_model_is_a_small_gpt2(preset):
+    plan = PRESETS[preset]
+    net, again = drops.model(plan, 0), drops.model(plan, 0)
+    assert all(map(torch.equal, net.state_dict().values(), again.state_dict().values()))
+    assert (net.config.n_layer, net.config.n_embd, net.config.n_head) == (2, 256, 4)
+    assert 1.5e6 < sum(p.numel() for p in net.parameters()) < 1.8e6
+    assert drops.perplexity(net.eval(), torch.randint(256, (8, plan.context + 1))) == pytest.approx(256, rel=0.1)
+
+
+def test_it_learns():
+    """A text that a small model can learn: far below the unigram perplexity, which is 90."""
+    settings = {"diloco": {**drops.SETTINGS["diloco"], "ilr": 2e-3, "weight_decay": 0.01}}  # fast, for so small a model
+    plan = dataclasses.replace(QUICK, rounds=30, local_steps=4, batch=8, every=30, algorithms=settings)
+    corpus = Corpus.of(TEXT, plan.nodes, plan.context, CPU)
+    (last,) = drops.measure(plan, corpus, "diloco", "keep", 0)["perplexity"]
+    assert corpus.unigram == pytest.approx(90, rel=1e-2) and last < 45
+
+
+def test_what_a_run_leaves(tmp_path):
+    out = drops.measured(tmp_path / "out", TINY, TEXT)
+    results = json.loads((out / "results.json").read_text())
+    rows = {(row["algorithm"], row["case"]): row for row in results["rows"]}
+    assert rows.keys() == {(name, case) for name in TINY.algorithms for case in CASES}
+    for (name, case), row in rows.items():
+        (base,) = rows[name, "everybody"]["last"]
+        assert row["mean_above"] == pytest.approx(100 * (row["last"][0] / base - 1))
+        assert (row["mean_above"] == 0) == (case == "everybody")
+        assert math.isfinite(row["last"][0]) and row["rounds"] == [1, 2, 3]
+    assert results["best"]["diloco"] == min(rows["diloco", case]["mean_above"] for case in ("sync", "keep"))
+    assert results["spread"] == {"diloco": 0.0, "avg-biclip": 0.0}  # one seed
+    assert results["within"]["diloco"] == (results["best"]["diloco"] <= 2.1)
+    table = (out / "table.md").read_text()
+    assert "| diloco | 50% lost, keep |" in table and "2.1 % above that DiLoCo's authors report" in table
+    assert (out / "drops.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_finished_cells_are_not_run_again(tmp_path):
+    drops.measured(tmp_path, TINY, TEXT)
+    before = list(history.read(tmp_path / "cells.jsonl"))
+    assert len(before) == 6
+    drops.measured(tmp_path, dataclasses.replace(TINY, seeds=(0, 1)), TEXT)
+    after = list(history.read(tmp_path / "cells.jsonl"))
+    assert after[:6] == before and {row["seed"] for row in after[6:]} == {1} and len(after) == 12
+    drops.measured(tmp_path, TINY, TEXT + b"more")
+    assert len(list(history.read(tmp_path / "cells.jsonl"))) == 18
+
+
+def test_other_input_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="Invalid preset: 'huge'; need one of 'full', 'small'"):
+        drops.run(tmp_path, preset="huge")
+    with pytest.raises(ValueError, match="Invalid seeds: got 0; need how many, 1 or more"):
+        drops.run(tmp_path, seeds=0)

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tailopt.studies import curves, glue, gradients, tuned
+from tests.studies.encoders import tiny_encoder, tiny_mnli, tiny_mrpc
+
+pytest.importorskip("transformers", reason="the studies' extra is not installed")
+pytest.importorskip("sklearn", reason="the studies' extra is not installed")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TAILOPT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {
+        "model": tiny_encoder(tmp_path_factory.mktemp("encoder")),
+        "data": tiny_mrpc(tmp_path_factory.mktemp("mrpc")),
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(parts: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("glue")
+    return glue.run(out, quick=True, progress=False, task="MRPC", preset="small", **parts)
+
+
+def test_the_study_writes_table_results_and_figure(finished: Path) -> None:
+    text = (finished / "table.md").read_text(encoding="utf-8")
+    assert "| avg-sgd | " in text and "67.3" in text  # the paper's number beside ours
+    assert "never on what is reported" in text and "**Claim 7" in text
+    found = json.loads((finished / "results.json").read_text(encoding="utf-8"))
+    for cell in found["cells"]:
+        assert [run["seed"] for run in cell["runs"]] == [0] and len(cell["trials"]) == 1
+        assert 0 <= cell["runs"][0]["metrics"]["accuracy"] <= 100
+    assert (finished / "glue.png").stat().st_size > 5000
+
+
+def test_what_is_there_is_not_run_again_and_more_seeds_go_on(parts: dict[str, str], finished: Path) -> None:
+    first = {path.name: path.stat().st_mtime_ns for path in (finished / "cells").iterdir()}
+    glue.run(finished, quick=True, progress=False, task="MRPC", preset="small", seeds=2, **parts)
+    second = {path.name: path.stat().st_mtime_ns for path in (finished / "cells").iterdir()}
+    assert len(second) == 2 * len(first) and first.items() <= second.items()
+
+
+def test_another_study_in_the_folder_is_refused(parts: dict[str, str], finished: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds a study with another budget: 1 there, 2 here.*--out"):
+        glue.run(finished, quick=True, progress=False, task="MRPC", preset="small", budget=2, **parts)
+
+
+def test_settings_of_an_earlier_study_are_taken(parts: dict[str, str], finished: Path, tmp_path: Path) -> None:
+    source = str(finished / "results.json")
+    out = glue.run(tmp_path, quick=True, progress=False, task="MRPC", preset="small", settings=source, **parts)
+    before, after = (json.loads((p / "results.json").read_text(encoding="utf-8")) for p in (finished, out))
+    for old, new in zip(before["cells"], after["cells"], strict=True):
+        assert new["settings"] == old["settings"] and new["trials"] == []
+        assert new["runs"][0]["metrics"] == old["runs"][0]["metrics"]  # the same seed, the same run
+
+
+def test_tuning_never_sees_the_validation_rows(parts: dict[str, str]) -> None:
+    column = tuned.Column("glue/mrpc", "small", {"pretrained": parts["model"], "data": parts["data"]})
+    held, whole = (sum(map(len, column.made(judge).nodes(0, 4))) for judge in ("held-out", "validation"))
+    assert (held, whole) == (72, 80)
+
+
+def test_the_paper_s_settings_can_be_asked_for(parts: dict[str, str], tmp_path: Path) -> None:
+    out = glue.run(
+        tmp_path,
+        quick=True,
+        progress=False,
+        task="MRPC",
+        preset="small",
+        settings="paper",
+        algorithms="Bi^2Clip",
+        **parts,
+    )
+    (cell,) = json.loads((out / "results.json").read_text(encoding="utf-8"))["cells"]
+    assert cell["algorithm"] == "bi2clip" and cell["settings"]["i_u"] == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"task": "MRCP"}, "Unknown task: 'mrcp'"),
+        ({"task": "MRPC", "seeds": 0}, "Invalid seeds: got 0"),
+        ({"task": "MRPC", "settings": "nowhere.json"}, "Invalid settings: got 'nowhere.json'"),
+        ({"task": "MRPC", "algorithms": "avg-sdg"}, "no algorithm of the paper"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(
+    given: dict[str, object], said: str, parts: dict[str, str], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        glue.run(tmp_path / "out", quick=True, progress=False, preset="small", **parts, **given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_diverged_trial_is_the_worst(parts: dict[str, str]) -> None:
+    column = tuned.Column("glue/mrpc", "small", {"pretrained": parts["model"], "data": parts["data"]})
+    plan = tuned.Plan({"MRPC": column}, ("avg-sgd",), run={**tuned.QUICK, "rounds": 3})
+    assert tuned._score(plan, "MRPC", "avg-sgd", {"ilr": 1e38}) == float("inf")
+    assert tuned._score(plan, "MRPC", "avg-sgd", {"ilr": 1e-3}) <= 0
+
+
+def test_curves(parts: dict[str, str], tmp_path: Path) -> None:
+    out = curves.run(tmp_path, quick=True, progress=False, task="MRPC", preset="small", **parts)
+    assert "The paper's curves are on QNLI" in (out / "table.md").read_text(encoding="utf-8")
+    assert (out / "curves.png").stat().st_size > 5000
+
+
+def test_gradients(parts: dict[str, str], tmp_path: Path) -> None:
+    data = tiny_mnli(tmp_path)
+    out = gradients.run(tmp_path / "out", quick=True, progress=False, preset="small", model=parts["model"], data=data)
+    found = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    assert list(found["rows"]) == list(gradients.ROWS)
+    for cell in found["rows"]["bi2clip after BiClip"]:
+        assert cell["99.9 %"] <= 1e-4 * (1 + 1e-6)  # the upper threshold
+    assert (out / "gradients.png").stat().st_size > 5000
