@@ -79,7 +79,9 @@ def tiny_encoder(folder: Path, entries: int) -> str:
     configuration = transformers.BertConfig(
         vocab_size=entries, intermediate_size=32, max_position_embeddings=32, pad_token_id=0, **shape
     )
-    transformers.BertModel(configuration).save_pretrained(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformers.BertModel(configuration).save_pretrained(folder)
     return str(folder)
 
 
@@ -113,11 +115,11 @@ def test_every_task_runs_from_files_to_metrics(which: str, tmp_path: Path, encod
         algorithm("avg-adam", ilr=0.01, ieps=1e-8),
         loss=made.loss,
         data=made.nodes(0, 2),
-        rounds=8,
+        rounds=20,
         local_steps=8,
         batch_size=4,
         evaluate=lambda model: made.evaluate(model, 0),
-        evaluate_every=8,
+        evaluate_every=20,
         progress=False,
     )
     assert result.history[-1]["loss"] < 0.8 * result.history[0]["loss"]
@@ -497,7 +499,7 @@ def test_the_majority_of_mrpc() -> None:
 # --- training learns: an encoder of 30M parameters, 10 nodes, minutes each
 
 
-def trained(which: str, name: str, rounds: int, numbers: dict[str, float]) -> float:
+def trained(which: str, name: str, numbers: dict[str, float]) -> float:
     """The accuracy on all validation rows after a run in the preset "small", seed 0."""
     made = task(f"glue/{which}", preset="small", pretrained=given_encoder(), data=given_data(), evaluated=0)
     usual = made.defaults
@@ -506,11 +508,11 @@ def trained(which: str, name: str, rounds: int, numbers: dict[str, float]) -> fl
         algorithm(name, **numbers),
         loss=made.loss,
         data=made.nodes(0, usual.nodes),
-        rounds=rounds,
+        rounds=usual.rounds,
         local_steps=usual.local_steps,
         batch_size=usual.batch_size,
         evaluate=lambda model: made.evaluate(model, 0),
-        evaluate_every=rounds,
+        evaluate_every=usual.rounds,
         progress=False,
     )
     accuracy: float = result.history[-1]["metrics"]["accuracy"]
@@ -519,12 +521,12 @@ def trained(which: str, name: str, rounds: int, numbers: dict[str, float]) -> fl
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("which", "name", "rounds", "numbers", "above"),
+    ("which", "name", "numbers", "above"),
     [
-        ("sst2", "avg-adam", 8, {"ilr": 3e-4, "ieps": 1e-8}, 80.0),
-        ("mrpc", "avg-adam", 12, {"ilr": 3e-4, "ieps": 1e-8}, 71.4),  # 68.4 is the majority's share
-        ("mrpc", "avg-biclip", 12, {"ilr": 0.5, "i_u": 1e-3, "i_d": 1e-4}, 71.4),
+        ("sst2", "avg-adam", {"ilr": 3e-4, "ieps": 1e-8}, 80.0),
+        ("mrpc", "avg-adam", {"ilr": 3e-4, "ieps": 1e-8}, 71.4),  # 68.4 is the majority's share
+        ("mrpc", "avg-biclip", {"ilr": 4.0, "i_u": 1e-4, "i_d": 1e-5}, 71.4),
     ],
 )
-def test_training_learns(which: str, name: str, rounds: int, numbers: dict[str, float], above: float) -> None:
-    assert trained(which, name, rounds, numbers) > above
+def test_training_learns(which: str, name: str, numbers: dict[str, float], above: float) -> None:
+    assert trained(which, name, numbers) > above

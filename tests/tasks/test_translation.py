@@ -385,7 +385,7 @@ def test_bi2clip_learns_to_translate_numerals(tiny: Translation) -> None:
 @with_data
 @with_models
 def test_bi2clip_halves_the_loss_on_multi30k() -> None:
-    """Six rounds of 60 local steps on 3 nodes: 8.43 to below 4.2, measured on 100 validation pairs."""
+    """Ten rounds of 60 local steps on 3 nodes: 8.43 to about 4.1, measured on 100 validation pairs."""
     data, words = str(files() / "multi30k.zip"), f"{MODELS}/t5-tokenizer"
     made = task("translation/multi30k-en-de", "small", data=data, tokenizer=words)
     model, seed = made.model(0), 0
@@ -395,7 +395,7 @@ def test_bi2clip_halves_the_loss_on_multi30k() -> None:
         tailopt.algorithm("bi2clip", ilr=1.0, i_u=5e-3, i_d=5e-3, olr=1.0, o_u=0.3, o_d=0.0),
         loss=made.loss,
         data=made.nodes(seed, 3),
-        rounds=6,
+        rounds=10,
         local_steps=60,
         batch_size=16,
         seed=seed,

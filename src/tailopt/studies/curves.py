@@ -96,6 +96,6 @@ def draw(found: Mapping[str, Any], label: str, path: Path) -> None:
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8, frameon=False)
     axes[0].set_ylabel(f"{label} {metric}, percent")
-    figure.suptitle(f"{label}, validation by round, {over_seeds(found)}", fontsize=10)
+    figure.suptitle(f"{label}, validation by round, median over seeds", fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -69,7 +69,7 @@ def run(
     found["claims"] = [asdict(claim) for claim in claims]
     disk.replace(out / "results.json", (json.dumps(found, indent=1) + "\n").encode())
     disk.replace(out / "table.md", report(found, label, claims).encode())
-    curves(found, {label: "perplexity"}, out / "federated.png", f"{label}: perplexity by round, {over_seeds(found)}")
+    curves(found, {label: "perplexity"}, out / "federated.png", f"{label}: perplexity by round")
     return out
 
 

@@ -362,12 +362,14 @@ def report(results: Mapping[str, Any]) -> str:
     """Table, settings and what they say, as Markdown."""
     plan, rows, counts = results["plan"], results["rows"], results["plan"]["counts"]
     lines = [
-        "| algorithm | " + " | ".join(f"{n} nodes: loss | gap, % " for n in counts) + "|",
+        "| algorithm | " + " | ".join(f"{n} nodes: loss | gap, %" for n in counts) + " |",
         "| --- |" + " ---: | ---: |" * len(counts),
     ]
     for name in dict.fromkeys(row["algorithm"] for row in rows):
         mine = [_row(rows, name, n) for n in counts]
-        numbers = [f"{_spread(row['losses'])} | {'–' if name == REFERENCE else _spread(row['gaps'])}" for row in mine]
+        numbers = [
+            f"{_spread(row['losses'])} | {'–' if name == REFERENCE else _spread(row['gaps'], 1)}" for row in mine
+        ]
         lines.append(f"| {name} | " + " | ".join(numbers) + " |")
     model, steps = results["model"], plan["rounds"] * plan["local_steps"]
     lines += [
@@ -405,11 +407,11 @@ def _row(rows: Sequence[Mapping[str, Any]], name: str, nodes: int) -> Mapping[st
     return next(row for row in rows if (row["algorithm"], row["nodes"]) == (name, nodes))
 
 
-def _spread(numbers: Sequence[float]) -> str:
+def _spread(numbers: Sequence[float], digits: int = 3) -> str:
     mean = statistics.fmean(numbers)
     if len(numbers) < 2 or not math.isfinite(mean):
-        return f"{mean:.3f}"
-    return f"{mean:.3f} ± {statistics.stdev(numbers):.3f}"
+        return f"{mean:.{digits}f}"
+    return f"{mean:.{digits}f} ± {statistics.stdev(numbers):.{digits}f}"
 
 
 def _numbers(chosen: Mapping[str, float]) -> str:
@@ -422,21 +424,22 @@ def figure(results: Mapping[str, Any], path: Path) -> None:
     plan, rows = results["plan"], results["rows"]
     counts = plan["counts"]
     drawn, axes = plt.subplots(1, len(counts) + 1, figsize=(3.4 * (len(counts) + 1), 3.8), layout="constrained")
+    seen = [loss for row in rows for curve in row["curves"] for loss in curve if math.isfinite(loss)]
+    low, high = min([*seen, results["unigram_loss"]]) - 0.1, max([*seen, results["unigram_loss"]]) + 0.1
     steps = [plan["local_steps"] * t for t in range(1, plan["rounds"] + 1)]
     for axis, nodes in zip(axes, counts, strict=False):
         for row in (row for row in rows if row["nodes"] == nodes):
             middle = [statistics.fmean(values) for values in zip(*row["curves"], strict=True)]
             axis.plot(steps, middle, marker="o", markersize=2.5, linewidth=1.5, **_look(row["algorithm"]))
         axis.axhline(results["unigram_loss"], color="#999999", linewidth=0.8, linestyle=(0, (2, 2)))
-        axis.set(title=f"{nodes} nodes", xlabel="step", ylabel="validation loss, nats a token")
-        axis.sharey(axes[0])
+        axis.set(title=f"{nodes} nodes", xlabel="step", ylabel="validation loss, nats a token", ylim=(low, high))
         axis.grid(alpha=0.25, linewidth=0.5)
     _gaps(axes[-1], rows, counts)
     handles, labels = axes[0].get_legend_handles_labels()
     drawn.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
     drawn.suptitle(
         f"Pretraining, the same tokens for everybody: mean of {len(plan['seeds'])} seeds, {plan['local_steps']} local "
-        "steps a round; grey: a unigram model",
+        "steps a round; grey: a unigram model; bars: the range of the seeds",
         fontsize=10,
     )
     drawn.savefig(path, dpi=130)
@@ -444,16 +447,16 @@ def figure(results: Mapping[str, Any], path: Path) -> None:
 
 
 def _gaps(axis: Any, rows: Sequence[Mapping[str, Any]], counts: Sequence[int]) -> None:
-    places = range(len(counts))
-    for name in dict.fromkeys(row["algorithm"] for row in rows):
+    for number, name in enumerate(dict.fromkeys(row["algorithm"] for row in rows)):
+        places = [place + 0.06 * (number - 2) for place in range(len(counts))]  # beside each other, not over
         mine = [_row(rows, name, n)["gaps"] for n in counts]
         means = [statistics.fmean(gaps) for gaps in mine]
-        low = [mean - min(gaps) for mean, gaps in zip(means, mine, strict=True)]
-        high = [max(gaps) - mean for mean, gaps in zip(means, mine, strict=True)]
+        below = [mean - min(gaps) for mean, gaps in zip(means, mine, strict=True)]
+        above = [max(gaps) - mean for mean, gaps in zip(means, mine, strict=True)]
         line = {key: value for key, value in _look(name).items() if key != "label"}
-        axis.errorbar(places, means, yerr=[low, high], marker="o", markersize=4, capsize=2, linewidth=1.5, **line)
-    axis.set_xticks(list(places), [str(n) for n in counts])
-    axis.set(title="gap at the end (bars: range of seeds)", xlabel="nodes", ylabel="gap to data-parallel AdamW, %")
+        axis.errorbar(places, means, yerr=[below, above], marker="o", markersize=4, capsize=2, linewidth=1.5, **line)
+    axis.set_xticks(range(len(counts)), [str(n) for n in counts])
+    axis.set(title="at the end", xlabel="nodes", ylabel="gap to data-parallel AdamW, %")
     axis.grid(alpha=0.25, linewidth=0.5)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tailopt.algorithms import Algorithm, algorithm
+from tailopt.algorithms import ALGORITHMS, Algorithm, algorithm
 from tailopt.engines.simulate import simulate
 from tailopt.engines.sources import to_device
 from tailopt.figures.style import band, look, pyplot
@@ -476,12 +476,20 @@ def how(found: Mapping[str, Any], differences: Sequence[str]) -> list[str]:
         text = ", ".join(f"{key} {value:.3g}" for key, value in sorted(cell["settings"].items()))
         lines.append(f"| {cell['algorithm']} | {cell['column']} | {text} |")
     if plan["source"] == "tune":
-        lines += ["", f"Searched ({plan['space']}), in the logarithm but for momentum:", ""]
-        ranges: dict[str, Any] = {}
-        for name in plan["algorithms"]:
-            ranges |= {f"{name}: {key}": v for key, v in describe(SPACES[plan["space"]].ranges(name)).items()}
-        lines.append("; ".join(f"{key} {v[0]:g} to {v[1]:g}" for key, v in ranges.items()) + ".")
-        lines.append("move = learning rate · upper threshold; share = lower / upper threshold.")
+        lines += [
+            "",
+            f"Searched ({plan['space']}), in the logarithm but for momentum; move = learning rate · upper threshold, "
+            "share = lower / upper threshold:",
+            "",
+        ]
+        space = SPACES[plan["space"]]
+        pairs = [ALGORITHMS[name] for name in plan["algorithms"]]
+        rules = [("inner", space.inner, {inner for _, inner in pairs}), ("outer", space.outer, {o for o, _ in pairs})]
+        for level, known, used in rules:
+            for rule, ranges in known.items():
+                if rule in used and ranges:
+                    text = ", ".join(f"{key} {v[0]:g} to {v[1]:g}" for key, v in describe(ranges).items())
+                    lines.append(f"- {level} {rule}: {text}")
     return [*lines, ""]
 
 
@@ -497,7 +505,7 @@ def curves(found: Mapping[str, Any], metrics: Mapping[str, str], path: Path, tit
     width = min(4, len(labels))
     rows = -(-len(labels) // width)
     figure, axes = plt.subplots(
-        rows, width, figsize=(max(6.0, 3.6 * width), 3.2 * rows + 1.0), squeeze=False, layout="constrained"
+        rows, width, figsize=(max(8.0, 3.6 * width), 3.4 * rows + 1.2), squeeze=False, layout="constrained"
     )
     for axis, label in zip(axes.flat, labels, strict=False):
         for cell in found["cells"]:
@@ -511,10 +519,9 @@ def curves(found: Mapping[str, Any], metrics: Mapping[str, str], path: Path, tit
     for axis in axes.flat[len(labels) :]:
         axis.set_visible(False)
     handles, names = axes[0][0].get_legend_handles_labels()
-    figure.legend(
-        handles, names, loc="outside lower center", ncols=min(6, max(1, len(names))), frameon=False, fontsize=8
-    )
-    figure.suptitle(title, fontsize=10)
+    figure.legend(handles, names, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    n = len(found["plan"]["seeds"])
+    figure.suptitle(f"{title}, {f'median of {n} seeds' if n > 1 else 'one seed'}", fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

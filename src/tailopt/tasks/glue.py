@@ -85,9 +85,9 @@ SMALL: Mapping[str, Any] = {
     "pretrained": "ibm-granite/granite-embedding-30m-english",
     "length": 64,
     "evaluated": 1000,
-    "dropout": False,  # a few hundred steps do not overfit
+    "dropout": False,  # so few steps do not overfit
     # small batches: ten nodes average their noise away, and more steps fit into the same minutes
-    "defaults": Defaults(nodes=10, rounds=6, local_steps=8, batch_size=8, lower_is_better=False),
+    "defaults": Defaults(nodes=10, rounds=10, local_steps=16, batch_size=8, lower_is_better=False),
 }
 
 

@@ -207,7 +207,7 @@ class Translation:
 
     def loss(self, model: torch.nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         """The mean cross-entropy of the target's tokens, the end among them."""
-        return _summed(model, batch)[0]
+        return _loss(model, batch)
 
     def evaluate(self, model: torch.nn.Module, seed: int) -> Mapping[str, float]:
         """bleu, a METEOR and the loss, on the pairs that `judge` names."""
@@ -249,7 +249,8 @@ class Translation:
                 for i, text in zip(some.tolist(), said, strict=True):
                     texts[i] = text
                 if targets is not None:
-                    loss, count = _summed(model, (sources[some].to(device), targets[some].to(device)))
+                    loss = _loss(model, (sources[some].to(device), targets[some].to(device)))
+                    count = int((targets[some] != pad).sum())
                     losses, counts = losses + float(loss) * count, counts + count
         return texts, losses / counts if counts else float("nan")
 
@@ -302,13 +303,12 @@ class Translation:
         return positions[numbers.long()]
 
 
-def _summed(model: torch.nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, int]:
-    """The mean loss of a batch, and over how many tokens."""
+def _loss(model: torch.nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     pad = _pad(model)
     source, target = (part[:, : tokens.trimmed(part != pad)].long() for part in batch)
     labels = target.masked_fill(target == pad, IGNORED)
     loss: Tensor = model(input_ids=source, attention_mask=(source != pad).long(), labels=labels).loss
-    return loss, int((target != pad).sum())
+    return loss
 
 
 def _pad(model: torch.nn.Module) -> int:
@@ -597,7 +597,7 @@ SMALL: Mapping[str, Any] = {
     "pieces": 2500,
     "limit": 6000,
     "evaluated": 100,
-    "defaults": Defaults(nodes=3, rounds=6, local_steps=60, batch_size=16, metric="loss"),
+    "defaults": Defaults(nodes=3, rounds=10, local_steps=60, batch_size=16, metric="loss"),
 }
 NAMES = (
     *("ted-en-de", "ted-en-fr", "newscomm-en-fr", "multi30k-en-de", "multi30k-en-fr"),
