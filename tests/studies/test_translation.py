@@ -116,3 +116,5 @@ def test_claim_9_needs_a_difference_beyond_the_seeds() -> None:
     assert outcome({"avg-sgd": [1.0, 1.0], "bi2clip": [9.0, 9.0]}) == "cannot tell"  # two of the four are missing
     assert outcome({name: [1.0 + i] for i, name in enumerate(ALGORITHMS)}) == "cannot tell"  # one seed
     assert outcome({**others, "bi2clip": [math.nan, 29.0]}) == "cannot tell"  # a run broke down
+    nothing = {name: [0.1 * i, 0.1 * i] for i, name in enumerate(ALGORITHMS)}
+    assert outcome(nothing) == "cannot tell"  # BLEU below 1: such numbers are no translations

@@ -116,7 +116,7 @@ def run(
     disk.replace(out / "results.json", (json.dumps(found, indent=1) + "\n").encode())
     disk.replace(out / "table.md", report(found, claims).encode())
     shown = "loss" if small else "bleu"
-    title = f"Translation, {plan.nodes(chosen[0])} nodes: validation by round, {over_seeds(found)}"
+    title = f"Translation, {plan.nodes(chosen[0])} nodes: validation by round"
     curves(found, dict.fromkeys(chosen, shown), out / "translation.png", title)
     return out
 
@@ -185,6 +185,8 @@ def judge(found: Mapping[str, Any]) -> list[Claim]:
         return [judged(9, text, None, f"{figures}; one seed does not tell a difference from chance")]
     if not all(map(math.isfinite, average.values())):
         return [judged(9, text, None, f"{figures}; a run broke down")]
+    if max(mean(found, label, name, "bleu") for label in found["plan"]["columns"] for name in ran) < 1:
+        return [judged(9, text, None, f"{figures}; BLEU is below 1 everywhere, so nothing is translated yet")]
     other = next(name for name in ranked if name != "bi2clip")
     noise = math.hypot(*(statistics.stdev(by_seed[name]) for name in ("bi2clip", other)))
     gap = average["bi2clip"] - average[other]

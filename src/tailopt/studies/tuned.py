@@ -37,11 +37,13 @@ from tailopt.tasks.table import task
 from tailopt.tasks.task import Task
 
 _SHARE, _EPS = Range(0.03, 1.0), Range(1e-8, 1e-5)
-# Weights that were trained before move by 1e-5 to 1e-3 a step, those that start at random by more.
+_NESTEROV = {"olr": Range(0.3, 1.0), "momentum": Range(0.3, 0.9, log=False)}
+# Weights that were trained before move by 1e-5 to 1e-3 a step, those that start at random by more. Outside, BiClip is
+# searched by its learning rate: around 1 a mean displacement between the thresholds is applied as it is.
 SPACES: Mapping[str, Space] = {
     "fine-tuning": Space(
         inner={
-            "sgd": {"ilr": Range(3e-3, 0.3)},
+            "sgd": {"ilr": Range(1e-3, 0.3)},
             "l2clip": {"i_move": Range(3e-3, 0.3), "i_u": Range(0.03, 3.0)},
             "biclip-l2": {"i_move": Range(3e-3, 0.3), "i_u": Range(0.03, 3.0), "i_share": _SHARE},
             "biclip": {"i_move": Range(3e-5, 1e-3), "i_u": Range(1e-5, 3e-3), "i_share": _SHARE},
@@ -54,9 +56,9 @@ SPACES: Mapping[str, Space] = {
             "adagrad": {"olr": Range(1e-4, 1e-2), "oeps": _EPS},
             "rmsprop": {"olr": Range(3e-5, 3e-3), "oeps": _EPS},
             "adam": {"olr": Range(1e-4, 1e-2), "oeps": _EPS},
-            "biclip": {"o_move": Range(1e-4, 3e-3), "o_u": Range(1e-4, 3e-3), "o_share": _SHARE},
-            "biclip-l2": {"o_move": Range(0.1, 3.0), "o_u": Range(0.1, 3.0), "o_share": _SHARE},
-            "nesterov": {"olr": Range(0.3, 1.0), "momentum": Range(0.3, 0.9, log=False)},
+            "biclip": {"olr": Range(0.3, 3.0), "o_u": Range(1e-4, 3e-3), "o_share": _SHARE},
+            "biclip-l2": {"olr": Range(0.3, 3.0), "o_u": Range(0.1, 3.0), "o_share": _SHARE},
+            "nesterov": _NESTEROV,
         },
     ),
     "scratch": Space(
@@ -64,19 +66,19 @@ SPACES: Mapping[str, Space] = {
             "sgd": {"ilr": Range(0.03, 3.0)},
             "l2clip": {"i_move": Range(0.03, 3.0), "i_u": Range(0.03, 3.0)},
             "biclip-l2": {"i_move": Range(0.03, 3.0), "i_u": Range(0.03, 3.0), "i_share": _SHARE},
-            "biclip": {"i_move": Range(3e-4, 5e-3), "i_u": Range(1e-5, 1e-2), "i_share": _SHARE},
+            "biclip": {"i_move": Range(5e-4, 3e-3), "i_u": Range(1e-4, 1e-2), "i_share": _SHARE},
             "adagrad": {"ilr": Range(1e-3, 3e-2), "ieps": _EPS},
-            "adam": {"ilr": Range(3e-4, 5e-3), "ieps": _EPS},
-            "adamw": {"ilr": Range(3e-4, 5e-3), "ieps": _EPS, "weight_decay": Range(1e-4, 1e-1)},
+            "adam": {"ilr": Range(3e-4, 2e-3), "ieps": _EPS},
+            "adamw": {"ilr": Range(3e-4, 2e-3), "ieps": _EPS, "weight_decay": Range(1e-4, 1e-1)},
         },
         outer={
             "avg": {},
-            "adagrad": {"olr": Range(3e-3, 0.1), "oeps": _EPS},
-            "rmsprop": {"olr": Range(1e-3, 3e-2), "oeps": _EPS},
-            "adam": {"olr": Range(3e-3, 0.1), "oeps": _EPS},
-            "biclip": {"o_move": Range(3e-3, 0.1), "o_u": Range(3e-3, 0.1), "o_share": _SHARE},
-            "biclip-l2": {"o_move": Range(1.0, 30.0), "o_u": Range(1.0, 30.0), "o_share": _SHARE},
-            "nesterov": {"olr": Range(0.3, 1.0), "momentum": Range(0.3, 0.9, log=False)},
+            "adagrad": {"olr": Range(3e-3, 0.1), "oeps": Range(1e-3, 1e-2)},
+            "rmsprop": {"olr": Range(1e-3, 1e-2), "oeps": Range(1e-3, 1e-2)},
+            "adam": {"olr": Range(3e-3, 3e-2), "oeps": Range(1e-3, 1e-2)},
+            "biclip": {"olr": Range(0.5, 2.0), "o_u": Range(3e-3, 3e-2), "o_share": Range(1e-3, 0.1)},
+            "biclip-l2": {"olr": Range(0.5, 2.0), "o_u": Range(1.0, 30.0), "o_share": _SHARE},
+            "nesterov": _NESTEROV,
         },
     ),
 }
