@@ -172,7 +172,7 @@ def test_segments_and_lengths_reach_the_model(tmp_path: Path, encoder: str) -> N
 
 
 def test_predictions_stand_in_the_order_of_the_rows_and_modes_are_put_back(encoder: str) -> None:
-    model = Glue("sst2", encoder).model(0).train()
+    model = Glue("sst2", encoder, length=16).model(0).train()
     model.dropout.eval()  # type: ignore[union-attr]
     lengths = torch.randint(3, 17, (150,), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(16) < lengths[:, None]).int()

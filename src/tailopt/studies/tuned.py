@@ -200,9 +200,10 @@ def compare(plan: Plan, out: Path, progress: bool = True) -> dict[str, Any]:
     Raises:
         ValueError: the folder holds a study with other settings.
     """
+    held = _same_study(plan, out / "plan.json")
+    _say(cost(plan, out), progress)  # loads model and data of every column: what is wrong with them is said here
     out.mkdir(parents=True, exist_ok=True)
-    _same_study(plan, out / "plan.json")
-    _say(cost(plan, out), progress)
+    disk.replace(out / "plan.json", (json.dumps(held, indent=1) + "\n").encode())
     cells = []
     total = len(plan.columns) * len(plan.algorithms) * ((plan.budget if plan.source == "tune" else 0) + len(plan.seeds))
     done = 0
@@ -382,9 +383,9 @@ def _seconds_of_a_step(plan: Plan, column: str) -> float:
     return min(times[1:])
 
 
-def _same_study(plan: Plan, path: Path) -> None:
-    """Refuse to go on with another study's results: only seeds, algorithms and columns may be added."""
-    now = json.loads(json.dumps(asdict(replace(plan, seeds=(), algorithms=(), device=None))))
+def _same_study(plan: Plan, path: Path) -> dict[str, Any]:
+    """What the folder is to hold; another study in it is refused. Seeds, algorithms and columns may be added."""
+    now: dict[str, Any] = json.loads(json.dumps(asdict(replace(plan, seeds=(), algorithms=(), device=None))))
     if path.is_file():
         then = json.loads(path.read_text(encoding="utf-8"))
         both = then["columns"].keys() & now["columns"].keys()
@@ -397,7 +398,7 @@ def _same_study(plan: Plan, path: Path) -> None:
                     "Use another folder: --out FOLDER."
                 )
         now["columns"] = {**then["columns"], **now["columns"]}
-    disk.replace(path, (json.dumps(now, indent=1) + "\n").encode())
+    return now
 
 
 # ---- what a report shows ----
@@ -517,6 +518,7 @@ def curves(found: Mapping[str, Any], metrics: Mapping[str, str], path: Path, tit
                 marker = {"marker": "o", "markersize": 3} if len(lines[0]) < 12 else {}
                 band(axis, range(1, len(lines[0]) + 1), lines, **look(cell["algorithm"]), **marker)
         axis.set(title=label, xlabel="round", ylabel=metrics[label])
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.25, linewidth=0.5)
     for axis in axes.flat[len(labels) :]:
         axis.set_visible(False)

@@ -5,10 +5,15 @@ Every way in ends in the same lists of texts, and every way in which it can fail
 
 from __future__ import annotations
 
+import functools
 import gzip
 import importlib
 import io
 import lzma
+import os
+import socket
+import urllib.parse
+import urllib.request
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,12 +103,33 @@ def columns(rows: Any, wanted: Sequence[str], where: str) -> None:
             raise ValueError(f"Invalid data: {where} has no column {name!r}; it has {', '.join(rows)}.")
 
 
+@functools.cache
+def reachable() -> bool:
+    """Whether the hub can be reached; asked once. Its packages try for half a minute before they say that it cannot.
+
+    Behind a proxy only they can tell, so it is taken to.
+    """
+    if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
+        return False
+    if urllib.request.getproxies():
+        return True
+    where = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    try:
+        socket.create_connection((where.hostname or "", where.port or 443), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
 def hub(name: str, *configuration: str, split: str, **options: Any) -> Any:
     """A split of a data set of the hub; options are those of `datasets.load_dataset`, such as revision."""
     try:
         datasets = importlib.import_module("datasets")
     except ImportError:
         raise ImportError('Data by public name need datasets: pip install "tailopt-torch[studies]".') from None
+    if not reachable():  # what was fetched before will do; the switch of both packages is read at every call
+        datasets.config.HF_HUB_OFFLINE = True
+        importlib.import_module("huggingface_hub").constants.HF_HUB_OFFLINE = True
     try:
         return datasets.load_dataset(name, *configuration, split=split, **options)
     except Exception as error:  # the package raises what its network library raises

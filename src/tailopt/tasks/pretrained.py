@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tailopt.seeds import derive
+from tailopt.tasks.files import reachable
 
 # what a model is for -> the class of Transformers that loads it
 KINDS = {
@@ -37,7 +38,7 @@ def transformers() -> Any:
 def tokenizer(source: str) -> Any:
     """The tokenizer of a public name or a folder."""
     with _explained("tokenizer", source):
-        return transformers().AutoTokenizer.from_pretrained(source)
+        return transformers().AutoTokenizer.from_pretrained(source, local_files_only=_local(source))
 
 
 def model(kind: str, source: str, seed: int, **settings: Any) -> torch.nn.Module:
@@ -50,7 +51,12 @@ def model(kind: str, source: str, seed: int, **settings: Any) -> torch.nn.Module
     loader = getattr(transformers(), KINDS[kind])
     with _explained("model", source), _seeded(seed):
         loaded: torch.nn.Module = loader.from_pretrained(
-            source, dtype=torch.float32, use_safetensors=True, ignore_mismatched_sizes=True, **settings
+            source,
+            dtype=torch.float32,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            local_files_only=_local(source),
+            **settings,
         )
     return loaded
 
@@ -100,6 +106,11 @@ def _explained(what: str, source: str) -> Iterator[None]:
         ) from None
     finally:
         silent()
+
+
+def _local(source: str) -> bool:
+    """Whether only files that are here already can be had."""
+    return Path(source).is_dir() or not reachable()
 
 
 def looks_like_a_path(source: str) -> bool:
