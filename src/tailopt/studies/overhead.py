@@ -16,7 +16,7 @@ import multiprocessing
 import socket
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def run(out: Path, *, quick: bool = False, progress: bool = True) -> Path:
     """Measure every algorithm that is not in `out` yet, and write table.md, results.json and overhead.png there."""
     out.mkdir(parents=True, exist_ok=True)
     parameters = 100_000 if quick else PARAMETERS
-    names = ("avg-biclip", "adam2") if quick else tuple(ALGORITHMS)
+    names = ("avg-biclip", "avg-adam", "adam2") if quick else tuple(ALGORITHMS)
     rows = []
     with counted(progress) as advance:
         for number, name in enumerate(names, 1):
@@ -117,24 +117,24 @@ def _node(name: str, parameters: int, node: int, port: int, queue: Any) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(parameters // 400, 100, bias=False) for _ in range(4)))
     _gradients(model)
     before = _resident()
-    optimizer = NestedOptimizer.from_algorithm(model, method, local_steps=1)
+    optimizer = NestedOptimizer.from_algorithm(model, method, local_steps=2)
     wire = _count(optimizer)
     counts = []
     for _ in range(ROUNDS):
         wire.sent = wire.received = 0
         _gradients(model)
         optimizer.step()
+        inner = _tensors(optimizer.state.values())  # in the middle of the round: at its end it may be made anew
+        _gradients(model)
+        optimizer.step()
         counts.append((wire.sent, wire.received))
     peak = _peak() - before
-    # the start weights are the flat vector of a node; scalars such as step counters do not scale
-    inner = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim())
-    outer = sum(v.nbytes for s in optimizer.node.outer for v in s.values() if isinstance(v, Tensor) and v.dim())
     n = sum(p.numel() for p in model.parameters())
     queue.put(
         {
             "inner state": inner / n,
             "start weights": optimizer.node.x.nbytes / n,
-            "outer state": outer / n,
+            "outer state": _tensors(optimizer.node.outer) / n,
             "sent": counts[-1][0] / n,
             "received": counts[-1][1] / n,
             "peak": peak / n,
@@ -142,6 +142,11 @@ def _node(name: str, parameters: int, node: int, port: int, queue: Any) -> None:
         }
     )
     dist.destroy_process_group()
+
+
+def _tensors(states: Iterable[Mapping[str, Any]]) -> int:
+    """Bytes of what scales with the parameters; step counters do not."""
+    return sum(v.nbytes for s in states for v in s.values() if isinstance(v, Tensor) and v.dim())
 
 
 class _Counting(Wire):
