@@ -230,7 +230,7 @@ def judge(found: Mapping[str, Any]) -> Claim:
     return judged(
         12,
         "BiClip turns the gradient noise into a bell-shaped distribution; Adam's is skewed.",
-        after < min(3.0, before / 10) and adam > clipped,
+        after < min(3.0, before / 10) and adam > max(0.1, 2 * clipped),  # below a tenth nothing looks skewed
         f"median over rounds: excess kurtosis {before:.3g} before BiClip, {after:.3g} after; skewness {clipped:.3g} "
         f"after BiClip, {adam:.3g} of Adam's steps",
     )
