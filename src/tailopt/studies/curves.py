@@ -7,17 +7,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tailopt.figures.style import band, look, pyplot
-from tailopt.records import disk
 from tailopt.studies.claims import Claim, judged
 from tailopt.studies.glue import METRICS, labels
-from tailopt.studies.tuned import Column, Plan, adjusted, compare, how, mean, over_seeds, page, slug, table
+from tailopt.studies.tuned import Column, Plan, adjusted, compare, finished, how, mean, over_seeds, page, slug, table
 
 PANELS: Mapping[str, Sequence[str]] = {
     "(a) L2 clipping": ("avg-sgd", "avg-l2clip", "adam-sgd", "adam-l2clip"),
@@ -58,11 +55,9 @@ def run(
     )
     found = compare(plan, out, progress)
     claims = judge(found, label)
-    found["claims"] = [asdict(claim) for claim in claims]
-    disk.replace(out / "results.json", (json.dumps(found, indent=1) + "\n").encode())
     body = [f"{label}, validation, percent: {over_seeds(found)}.", "", *table(found, METRICS), ""]
     stand_in = [] if label == "QNLI" else [f"The paper's curves are on QNLI; these are on {label}."]
-    disk.replace(out / "table.md", page("Convergence", [*body, *how(found, stand_in)], claims).encode())
+    finished(out, found, claims, page("Convergence", [*body, *how(found, stand_in)], claims))
     draw(found, label, out / "curves.png")
     return out
 

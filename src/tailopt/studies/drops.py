@@ -31,6 +31,7 @@ from tailopt.engines.simulate import simulate
 from tailopt.records import disk, history
 from tailopt.schedules import cosine
 from tailopt.seeds import derive, generator
+from tailopt.studies import tuned
 from tailopt.studies.progress import counted
 
 PUBLISHED = 2.1  # percent above full participation, by DiLoCo's authors
@@ -125,7 +126,7 @@ def run(
 
 def measured(out: Path, plan: Plan, given: bytes, device: str | None = None, progress: bool = False) -> Path:
     """The study by any plan, on any text."""
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = torch.device(tuned.place(device))
     corpus = Corpus.of(given, plan.nodes, plan.context, place)
     out.mkdir(parents=True, exist_ok=True)
     cells = _cells(out / "cells.jsonl", plan, corpus, progress)

@@ -6,17 +6,14 @@ only be reached with padding counted in, so that number stands beside ours for c
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tailopt.paper import results
-from tailopt.records import disk
 from tailopt.studies.claims import Claim, judged
-from tailopt.studies.tuned import Column, Plan, adjusted, compare, curves, how, mean, over_seeds, page, table
+from tailopt.studies.tuned import Column, Plan, adjusted, compare, curves, finished, how, mean, over_seeds, page, table
 
 LABELS = {"Shakespeare": "shakespeare", "Philosopher": "philosopher"}
 ALGORITHMS = ("avg-sgd", "avg-l2clip", "avg-biclip", "rmsprop-biclip", "bi2clip", "adam2")
@@ -66,9 +63,7 @@ def run(
     )
     found = compare(plan, out, progress)
     claims = judge(found, label)
-    found["claims"] = [asdict(claim) for claim in claims]
-    disk.replace(out / "results.json", (json.dumps(found, indent=1) + "\n").encode())
-    disk.replace(out / "table.md", report(found, label, claims).encode())
+    finished(out, found, claims, report(found, label, claims))
     curves(found, {label: "perplexity"}, out / "federated.png", f"{label}: perplexity by round")
     return out
 

@@ -5,18 +5,15 @@ The paper's numbers were tuned and measured on the validation splits; ours are t
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tailopt.algorithms import ALGORITHMS
 from tailopt.paper import results
-from tailopt.records import disk
 from tailopt.studies.claims import Claim, judged
-from tailopt.studies.tuned import Column, Plan, adjusted, compare, curves, how, mean, over_seeds, page, table
+from tailopt.studies.tuned import Column, Plan, adjusted, compare, curves, finished, how, mean, over_seeds, page, table
 
 # label -> the metrics of its cells, the first is the one of the figure
 METRICS: Mapping[str, Sequence[str]] = {
@@ -74,9 +71,7 @@ def run(
     )
     found = compare(plan, out, progress)
     claims = judge(found)
-    found["claims"] = [asdict(claim) for claim in claims]
-    disk.replace(out / "results.json", (json.dumps(found, indent=1) + "\n").encode())
-    disk.replace(out / "table.md", report(found, claims).encode())
+    finished(out, found, claims, report(found, claims))
     title = f"GLUE, {plan.nodes(next(iter(columns)))} nodes: validation by round"
     curves(found, {label: METRICS[label][0] for label in columns}, out / "glue.png", title)
     return out

@@ -29,7 +29,7 @@ from tailopt.seeds import generator
 from tailopt.studies.claims import Claim, judged
 from tailopt.studies.glue import labels
 from tailopt.studies.progress import counted
-from tailopt.studies.tuned import Column, slug
+from tailopt.studies.tuned import Column, place, slug
 
 # the paper's learning rates of this figure; thresholds and epsilons are its best ones on MNLI
 SETTINGS: Mapping[str, Mapping[str, float]] = {
@@ -76,7 +76,6 @@ def run(
     plan = Plan(column, local_steps=3) if preset == "small" else Plan(column)
     if quick:
         plan = Plan(column, rounds=2, nodes=2, local_steps=2, coordinates=500, batch_size=2)
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     out.mkdir(parents=True, exist_ok=True)
     followed: dict[str, Followed] = {}
     with counted(progress) as advance:
@@ -86,7 +85,7 @@ def run(
             advance(len(followed) * each + steps, len(SETTINGS) * each, name)
 
         for name in SETTINGS:
-            followed[name] = follow(plan, name, place, functools.partial(tick, name))
+            followed[name] = follow(plan, name, place(device), functools.partial(tick, name))
     rows = seen(plan, followed)
     found = summarise(plan, rows)
     claim = judge(found)

@@ -31,6 +31,7 @@ from tailopt.paper.tables import algorithm_name
 from tailopt.records import disk, history
 from tailopt.rounds.round import EveryoneExcluded
 from tailopt.splits.loaders import node_data
+from tailopt.studies import tuned
 from tailopt.studies.progress import counted
 from tailopt.sweeps.search import Point, Range, best, search
 from tailopt.sweeps.space import Space, settings
@@ -100,7 +101,7 @@ class Plan:
 
     def place(self) -> str:
         """Where it runs."""
-        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return tuned.place(self.device)
 
     def key(self) -> str:
         """A name for results of this plan; what only says how much of it is run is left out."""

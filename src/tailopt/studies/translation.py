@@ -6,16 +6,14 @@ table then says which, and its numbers do not compare with the paper's.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tailopt.paper import results
-from tailopt.records import disk
 from tailopt.studies.claims import Claim, judged
 from tailopt.studies.tuned import (
     Column,
@@ -23,6 +21,7 @@ from tailopt.studies.tuned import (
     adjusted,
     compare,
     curves,
+    finished,
     how,
     mean,
     over_seeds,
@@ -112,9 +111,7 @@ def run(
     found = compare(plan, out, progress)
     found["stand_ins"] = standing
     claims = judge(found)
-    found["claims"] = [asdict(claim) for claim in claims]
-    disk.replace(out / "results.json", (json.dumps(found, indent=1) + "\n").encode())
-    disk.replace(out / "table.md", report(found, claims).encode())
+    finished(out, found, claims, report(found, claims))
     shown = "loss" if small else "bleu"
     title = f"Translation, {plan.nodes(chosen[0])} nodes: validation by round"
     curves(found, dict.fromkeys(chosen, shown), out / "translation.png", title)

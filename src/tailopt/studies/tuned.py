@@ -129,7 +129,7 @@ class Plan:
 
     def place(self) -> str:
         """Where it runs."""
-        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return place(self.device)
 
     def arguments(self, column: str, tuning: bool = False) -> dict[str, Any]:
         """The arguments of `simulate` that say how much is run."""
@@ -146,6 +146,11 @@ class Plan:
     def nodes(self, column: str) -> int:
         """How many nodes there are."""
         return int(self.run.get("nodes", self.columns[column].made("validation").defaults.nodes))
+
+
+def place(device: str | None) -> str:
+    """Where a study runs: as asked, else on a GPU where there is one."""
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def adjusted(
@@ -399,6 +404,13 @@ def _same_study(plan: Plan, path: Path) -> dict[str, Any]:
                 )
         now["columns"] = {**then["columns"], **now["columns"]}
     return now
+
+
+def finished(out: Path, found: dict[str, Any], claims: Sequence[Claim], text: str) -> None:
+    """Write the page, and the claims beside what was found."""
+    found["claims"] = [asdict(claim) for claim in claims]
+    disk.replace(out / "results.json", (json.dumps(found, indent=1) + "\n").encode())
+    disk.replace(out / "table.md", text.encode())
 
 
 # ---- what a report shows ----

@@ -25,12 +25,11 @@ from torch.utils.data import Dataset, TensorDataset
 from tailopt.seeds import derive, generator
 from tailopt.splits.partitions import iid
 from tailopt.tasks import files, pretrained
-from tailopt.tasks.task import Defaults
+from tailopt.tasks.task import JUDGES, Defaults
 
 CLASSES, SIDE = 100, 32
 ROW = 2 + 3 * SIDE * SIDE  # the bytes of an image in the binary version: coarse label, fine label, planes R, G, B
 BATCH = 250  # of an evaluation
-JUDGES = ("validation", "held-out")
 NEED = "train.bin and test.bin of the binary version, or classes.txt with folders train and test of strips"
 # for the preset "small": a model from scratch that two cores can train in minutes
 SMALL: Mapping[str, Any] = {

@@ -24,9 +24,8 @@ from torch.utils.data import Dataset, TensorDataset
 from tailopt.seeds import generator
 from tailopt.splits.partitions import iid
 from tailopt.tasks import files, pretrained, tokens
-from tailopt.tasks.task import Defaults
+from tailopt.tasks.task import JUDGES, Defaults
 
-JUDGES = ("validation", "held-out")
 SCORES = (0.0, 5.0)  # of STS-B
 BATCH = 64  # of evaluation
 

@@ -20,9 +20,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from tailopt.splits.partitions import iid
 from tailopt.tasks import pretrained, texts
-from tailopt.tasks.task import Defaults
+from tailopt.tasks.task import JUDGES, Defaults
 
-JUDGES = ("validation", "held-out")
 IGNORED = -100
 # how many logits an evaluation holds at once: 64 blocks of 128 tokens would be 1.6 GB with GPT-2's vocabulary
 LOGITS = {"cpu": 2**26, "cuda": 2**30}

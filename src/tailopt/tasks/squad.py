@@ -28,9 +28,8 @@ from torch.utils.data import Dataset, TensorDataset
 from tailopt.seeds import generator
 from tailopt.splits.partitions import iid
 from tailopt.tasks import files, pretrained, tokens
-from tailopt.tasks.task import Defaults
+from tailopt.tasks.task import JUDGES, Defaults
 
-JUDGES = ("validation", "held-out")
 BATCH = 64  # of an evaluation
 TRAIN, DEV = "train-v1.1.json", "dev-v1.1.json"
 COMPLETE = (87_599, 10_570)  # questions of the official files

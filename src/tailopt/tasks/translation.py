@@ -25,9 +25,9 @@ from torch.utils.data import Dataset, TensorDataset
 from tailopt.seeds import generator
 from tailopt.splits.partitions import iid
 from tailopt.tasks import files, pretrained, tokens
-from tailopt.tasks.task import Defaults
+from tailopt.tasks.task import JUDGES, Defaults
 
-JUDGES = ("validation", "held-out", "test")
+SPLITS = (*JUDGES, "test")
 METEORS = ("auto", "need", "off")
 BATCH = 64  # of evaluation
 LANGUAGES = {"en": "English", "de": "German", "fr": "French", "ro": "Romanian"}  # those that T5 was trained to name
@@ -136,7 +136,7 @@ class Translation:
                 raise ValueError(f"Unknown language: {language!r}; T5 knows {', '.join(LANGUAGES)}.")
         if self.source == self.target:
             raise ValueError(f"Invalid target: got {self.target!r}, which is the source too. Take another.")
-        for name, known in (("judge", JUDGES), ("meteor", METEORS)):
+        for name, known in (("judge", SPLITS), ("meteor", METEORS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"Invalid {name}: got {getattr(self, name)!r}; need one of {', '.join(known)}.")
         if not 0 < self.hold_out < 1:
