@@ -5,7 +5,7 @@ judges it; verdicts are exchanged, so that an exclusion is unanimous; then it ad
 outer step on its stretch (the outer state lives there too), and sends the new weights back:
 
     header      round, node, weight, elements, a checksum of every stretch      to everybody, before anything large
-    shards      stretch k of my displacement to node k                          point to point
+    shards      stretch k of my displacement to node k                          right behind it, point to point
     verdicts    damaged, not finite, beyond the bound: about every node         to everybody
     sum, step   my stretch: weighted mean, outer rule, projection               no traffic, but for norms
     weights     my stretch to everybody                                         point to point
@@ -146,15 +146,55 @@ class Wire:
         """Send outgoing[k] to node k and receive incoming[k] from it, for all others; what is empty is left out."""
         self._watched(lambda: self._swap(outgoing, incoming))
 
-    def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        others = [(self.node + k) % self.nodes for k in range(1, self.nodes)]
-        works = []
-        for k, part in _messages(incoming, others):
-            works.append(self.group.recv([part], k, 0))
-        for k, part in _messages(outgoing, others):
-            works.append(self.group.send([part], k, 0))
+    def announce(
+        self,
+        head: Tensor,
+        follows: Callable[[int, Tensor], bool],
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+    ) -> Tensor:
+        """Everybody's header, stacked in node order, and right behind each what it says to follow: as `swap`.
+
+        follows(k, header): whether anything does; asked before it is received.
+        """
+        heads = head.new_empty((self.nodes, *head.shape))
+        heads[self.node] = head
+        self._watched(lambda: self._announce(heads, follows, outgoing, incoming))
+        return heads
+
+    def _announce(
+        self,
+        heads: Tensor,
+        follows: Callable[[int, Tensor], bool],
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+    ) -> None:
+        rows = heads.unbind(0)
+        headers = {k: self.group.recv([rows[k]], k, 0) for k in self._others}
+        works = [self.group.send([rows[self.node]], k, 0) for k in self._others]
+        if follows(self.node, rows[self.node]):
+            works += self._sent(outgoing)
+        for k, header in headers.items():
+            header.wait()
+            if follows(k, rows[k]):  # asked first: a message of another size would end the process in C++
+                works += self._expected(incoming, [k])
         for work in works:
             work.wait()
+
+    def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        for work in [*self._expected(incoming, self._others), *self._sent(outgoing)]:
+            work.wait()
+
+    @property
+    def _others(self) -> list[int]:
+        """Beginning with the next: not everybody turns to the same node first."""
+        return [(self.node + k) % self.nodes for k in range(1, self.nodes)]
+
+    def _sent(self, outgoing: Sequence[Tensor]) -> list[Any]:
+        return [self.group.send([part], k, 0) for k, part in _messages(outgoing, self._others)]
+
+    def _expected(self, incoming: Sequence[Tensor], senders: Sequence[int]) -> list[Any]:
+        return [self.group.recv([part], k, 0) for k, part in _messages(incoming, senders)]
 
 
 def _messages(tensors: Sequence[Tensor], others: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
@@ -253,12 +293,7 @@ class Exchange:
         aggregate: a robust one in the mean's place. Returns the report, the same on every node, and the mean buffers.
         Where every contribution was lost, nobody is `used` and there is no mean.
         """
-        heads = self._headers(t, self.wire.node in who.shares, loss)
-        there = {k for k in who.shares if heads[k][3]}  # the header says whether anything follows
-        nothing = self.delta[:0]  # nobody waits for those who did not move, or whose contribution is lost
-        part = self.wire.node in there
-        outgoing = [self.delta[self.layout.stretch(k)] if part else nothing for k in range(self.wire.nodes)]
-        self.wire.swap(outgoing, [row if k in there else nothing for k, row in enumerate(self._received)])
+        heads = self._swapped(t, who, loss)
         everyone = self._everyones(buffers)
         report = Report(steps={})
         verdicts = self._verdicts(t, who, heads, x, limits, everyone, before, guard)
@@ -386,17 +421,27 @@ class Exchange:
             value = local_part(value, self.owners[s.tensor])
         return value.expand(self.shapes[s.tensor]).reshape(-1)[s.start - offset : s.stop - offset].to(self.delta.device)
 
-    def _headers(self, t: int, part: bool, loss: float) -> list[list[int]]:
-        """Everybody's header. Another number of elements ends the run; another round or node is left out later."""
+    def _swapped(self, t: int, who: Participants, loss: float) -> list[list[int]]:
+        """Everybody's header; this stretch of everybody's displacement is in `_received` then.
+
+        Another number of elements ends the run; another round or node is left out later.
+        """
+        part = self.wire.node in who.shares
         sums = [seen.checksum if part else 0 for seen in self._looks]
         mine = torch.tensor([t, self.wire.node, self.layout.total, int(part), _bits(loss), *sums], dtype=torch.int64)
-        heads: list[list[int]] = self.wire.gather(mine).tolist()
-        for k, (_, _, elements, *_) in enumerate(heads):
+
+        def follows(k: int, head: Tensor) -> bool:
+            elements, sent = head[2:4].tolist()
             if elements != self.layout.total:
                 raise Damaged(
                     f"Round {t}: node {k} came with {elements} elements, and {self.layout.total} were expected. "
                     "Restart all nodes from the last checkpoint."
                 )
+            # nobody waits for those who did not move, or whose contribution is lost
+            return bool(sent) and k in who.shares
+
+        outgoing = [self.delta[self.layout.stretch(k)] for k in range(self.wire.nodes)]
+        heads: list[list[int]] = self.wire.announce(mine, follows, outgoing, self._received).tolist()
         return heads
 
     def _verdicts(

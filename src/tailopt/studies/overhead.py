@@ -16,7 +16,7 @@ import multiprocessing
 import socket
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -159,6 +159,21 @@ class _Counting(Wire):
         self.sent += mine.nbytes * (self.nodes - 1)
         self.received += mine.nbytes * (self.nodes - 1)
         return super().gather(mine)
+
+    def announce(
+        self,
+        head: Tensor,
+        follows: Callable[[int, Tensor], bool],
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+    ) -> Tensor:
+        heads = super().announce(head, follows, outgoing, incoming)
+        others = [k for k in range(self.nodes) if k != self.node]
+        self.sent += head.nbytes * len(others)
+        self.received += head.nbytes * len(others)
+        self.sent += sum(outgoing[k].nbytes for k in others) if follows(self.node, head) else 0
+        self.received += sum(incoming[k].nbytes for k in others if follows(k, heads[k]))
+        return heads
 
     def swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         self.sent += sum(t.nbytes for k, t in enumerate(outgoing) if k != self.node)
