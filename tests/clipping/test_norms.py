@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tailopt.clipping.cpu import loaded
-from tailopt.clipping.norms import largest, nonfinite, rescalings
+from tailopt.clipping.norms import _pairs_by_torch, largest, nonfinite, rescalings
 from tailopt.clipping.reference import Rescaled
 
 INF, NAN = math.inf, math.nan
@@ -273,3 +273,12 @@ def test_nonfinite_by_tensor(lists: list, dtype: torch.dtype) -> None:
     assert nonfinite(grads, grads).tolist() == want
     finite = [abs(v) for g in grads for v in g.double().tolist() if math.isfinite(v)]
     assert largest(grads, grads).item() == max(finite, default=0.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_norms_of_all_tensors_at_once_are_those_of_one_after_another(data: st.DataObject) -> None:
+    """What a GPU gets in one launch, here on the CPU."""
+    grads = data.draw(tensors(DTYPES))
+    together, apart = (_pairs_by_torch(grads, traced) for traced in (False, True))
+    torch.testing.assert_close(together, apart, rtol=1e-14, atol=0.0, equal_nan=True)

@@ -78,7 +78,7 @@ def _over_scopes(
 ) -> Tensor:
     """[scopes, 2]: the pair of every scope, over all shards."""
     on_cpu = not grads or grads[0].device.type == "cpu"
-    pairs = _pairs_by_kernel(grads) if on_cpu and not traced else _pairs_by_torch(grads)
+    pairs = _pairs_by_kernel(grads) if on_cpu and not traced else _pairs_by_torch(grads, traced)
     if scopes == 1 and not any(map(is_dtensor, owners)):  # the usual case, and small steps notice the rest
         return _fold(pairs)[None]
     nothing = torch.stack([pairs.new_ones(()), pairs.new_zeros(())])
@@ -106,17 +106,23 @@ def _pairs_by_kernel(grads: Sequence[Tensor]) -> Tensor:
     return pairs
 
 
-def _pairs_by_torch(grads: Sequence[Tensor]) -> Tensor:
-    rows = []
-    for g in map(real_parts, grads):
-        m = torch.ones((), dtype=torch.float64, device=g.device)
+def _pairs_by_torch(grads: Sequence[Tensor], traced: bool) -> Tensor:
+    parts = list(map(real_parts, grads))
+    sizes: dict[int, Tensor] = {}  # of those whose squares may leave the range
+    for i, g in enumerate(parts):
         if g.dtype == torch.float64 and g.numel():
             top = g.detach().abs().amax()
-            m = torch.where(top > 0, top, m)
-            g = g / m
-        q = torch.linalg.vector_norm(g, dtype=torch.float64).square()
-        rows.append(torch.stack([m, torch.where(torch.isfinite(q), q, float("nan"))]))
-    return torch.stack(rows)
+            sizes[i] = torch.where(top > 0, top, 1.0)
+            parts[i] = g / sizes[i]
+    if traced:
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in parts]
+    else:  # a few launches for all of them: on a GPU, one for each took several times as long as the step
+        norms = list(torch._foreach_norm(parts, 2, dtype=torch.float64))
+    q = torch.stack(norms).square()
+    m = torch.ones_like(q)
+    if sizes:
+        m = torch.stack([sizes.get(i, one) for i, one in enumerate(m.unbind())])
+    return torch.stack([m, torch.where(torch.isfinite(q), q, float("nan"))], dim=1)
 
 
 def _fold(pairs: Tensor) -> Tensor:
