@@ -282,3 +282,14 @@ def test_norms_of_all_tensors_at_once_are_those_of_one_after_another(data: st.Da
     grads = data.draw(tensors(DTYPES))
     together, apart = (_pairs_by_torch(grads, traced) for traced in (False, True))
     torch.testing.assert_close(together, apart, rtol=1e-14, atol=0.0, equal_nan=True)
+
+
+@both_ways
+def test_equal_wishes_are_granted_once(traced: bool) -> None:
+    grads, u = [torch.ones(2), torch.ones(3)], torch.tensor(0.5)
+    kind = torch.float32
+    wanted = [(0, 1.0, 0.0, kind), (1, 1.0, 0.0, kind), (0, 1.0, 0.0, kind), (0, u, 0.0, kind), (0, u, 0.0, kind)]
+    found = rescalings(grads, grads, [0, 1], 2, wanted, traced)
+    assert found[0] == found[2] != found[1] and found[3] == found[4] != found[0]
+    if traced:  # tensors: equal because they are the same
+        assert found[0] is found[2] and found[3] is found[4]

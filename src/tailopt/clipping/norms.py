@@ -40,7 +40,12 @@ def rescalings(
     if pairs.device.type == "cpu" and not traced:
         numbers = pairs.tolist()
         return [rescaled(numbers[k][0], numbers[k][1], float(u), float(d), dtype) for k, u, d, dtype in wanted]
-    return [_rescaled_on_device(pairs[k, 0], pairs[k, 1], u, d, dtype) for k, u, d, dtype in wanted]
+    made: dict[tuple[int, Number, Number, torch.dtype], Rescaled] = {}
+    for want in wanted:
+        if want not in made:  # two dozen launches each; and whoever gets the same object can take the step together
+            k, u, d, dtype = want
+            made[want] = _rescaled_on_device(pairs[k, 0], pairs[k, 1], u, d, dtype)
+    return [made[want] for want in wanted]
 
 
 def largest(grads: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
