@@ -8,12 +8,12 @@
 Every process is a node with one thread. In a repetition all competitors take turns in random order, the same on every
 node, each behind a barrier; a time is that of the slowest node, and a ratio is formed inside a repetition. A run is the
 median over its repetitions; one whose control, a second bare all_reduce, is off by more than 5 % does not count and is
-repeated. What is reported is the median over the runs that count, with the least and the most. --write puts the tables
+repeated. What is reported is the median over the runs that count, with the least and the most. --write puts the table
 into benchmarks/RESULTS.md.
 
 Where torchft is installed, its own DiLoCo sync takes turns with the whole round in further runs of the same processes:
-one tensor at a time, as it does by default, and all in one bucket. Its servers then run too, which is why the figures
-above are taken before.
+one tensor at a time, as it does by default, and all in one bucket. Its servers then run too, which is why these figures
+have a table of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,8 @@ GOALS = {
     (ROUND, "25M", 2): 2.3,
     (ROUND, "25M", 4): 1.8,
 }
+COMMAND = "python benchmarks/exchange.py --write"
+TORCHFT = importlib.util.find_spec("torchft") is not None
 THEIRS = {"torchft, one tensor at a time": False, "torchft, one bucket": True}
 Run = dict[str, float]  # competitor -> ratio to the bare all_reduce; that itself in milliseconds
 MOVED = 1e-3  # at most, by a coordinate in a round: what the guard is told
@@ -193,7 +195,7 @@ def node_main(rank: int, nodes: int, size: str, store: str, runs: int, repetitio
     theirs: list[Run] = []
     alive: list[object] = []
     away = 0
-    if importlib.util.find_spec("torchft") is not None:
+    if TORCHFT:
         more, move_more, alive = torchft_syncs(size)
         both = {name: step for name, step in steps.items() if name != ALONE} | more
 
@@ -231,26 +233,18 @@ def measure(nodes: int, size: str, runs: int, repetitions: int) -> tuple[list[Ru
     return found["good"], found["thrown"], found["theirs"], found["away"]
 
 
-def rows_of(nodes: int, size: str, good: list[Run], thrown: int, theirs: list[Run], away: int) -> list[str]:
+def rows_of(names: Sequence[str], nodes: int, size: str, good: list[Run], thrown: int) -> list[str]:
     """The lines of a table."""
     lines = []
-    for name in (ALONE, ROUND):
-        start = f"| {name} | {nodes} x {size} |"
-        goal = f"<= {GOALS[name, size, nodes]}"
+    for name in names:
+        goal = GOALS.get((name, size, nodes))
+        start, end = f"| {name} | {nodes} x {size} |", f"| {f'<= {goal}' if goal else ''} |"
         if good:
-            lines.append(
-                f"{start} {spread(good, name)} | {goal} | {spread(good, CONTROL)} | "
-                f"{statistics.median(run[BARE] for run in good):.3g} | {len(good)}, {thrown} |"
-            )
+            milliseconds = statistics.median(run[BARE] for run in good)
+            seen = f"{spread(good, CONTROL)} | {milliseconds:.3g} | {len(good)}, {thrown} |"
+            lines.append(f"{start} {spread(good, name)} {end} {seen}")
         else:
-            lines.append(f"{start} not known | {goal} | | | 0, {thrown} |")
-    if theirs:
-        ours = f"{statistics.median(run[ROUND] for run in theirs):.2f}, the whole round beside it"
-        lines += [
-            f"| {name} | {nodes} x {size} | {spread(theirs, name)} | >= {ours} | {spread(theirs, CONTROL)} | "
-            f"{statistics.median(run[BARE] for run in theirs):.3g} | {len(theirs)}, {away} |"
-            for name in THEIRS
-        ]
+            lines.append(f"{start} not known {end} | | 0, {thrown} |")
     return lines
 
 
@@ -273,27 +267,29 @@ def main() -> None:
         rank, nodes, size, store = arguments.node
         node_main(int(rank), int(nodes), size, store, arguments.runs, arguments.repetitions)
         return
-    lines = [
-        f"`python benchmarks/exchange.py --write`: {machine()} {arguments.repetitions} repetitions a run; load "
-        f"{os.getloadavg()[0]:.1f} at the start.",
-        "",
+    head = f"{machine()} {arguments.repetitions} repetitions a run; load {os.getloadavg()[0]:.1f} at the start."
+    columns = [
         "| | nodes x parameters | ratio to all_reduce: median [least, most] | goal | control | all_reduce, ms "
         "| runs counted, thrown away |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    print("\n".join(lines), flush=True)
+    ours, beside = list(columns), list(columns)
+    print("\n".join(columns), flush=True)
     for size in arguments.sizes:
         for nodes in arguments.nodes:
-            more = rows_of(nodes, size, *measure(nodes, size, arguments.runs, arguments.repetitions))
+            good, thrown, theirs, away = measure(nodes, size, arguments.runs, arguments.repetitions)
+            ours += (more := rows_of((ALONE, ROUND), nodes, size, good, thrown))
+            if TORCHFT:
+                beside += (rest := rows_of((ROUND, *THEIRS), nodes, size, theirs, away))
+                more += rest
             print("\n".join(more), flush=True)
-            lines += more
-    if importlib.util.find_spec("torchft") is None:
-        lines += ["", "torchft is not installed here, so its DiLoCo sync was not timed."]
-    else:
-        lines += ["", f"torchft {importlib.metadata.version('torchft')}, torch's SGD with Nesterov momentum outside."]
-    print("\n".join(lines[-2:]))
-    if arguments.write:
-        put("\n".join([*lines, ""]), "exchange", "The exchange between real nodes")
+    if not arguments.write:
+        return
+    put("\n".join([f"`{COMMAND}`: {head}", "", *ours, ""]), "exchange", "The exchange between real nodes")
+    if TORCHFT:
+        version = importlib.metadata.version("torchft")
+        how = f"`{COMMAND}`, with torchft {version} and torch's SGD with Nesterov momentum outside: {head}"
+        put("\n".join([how, "", *beside, ""]), "torchft", "The same beside torchft")
 
 
 if __name__ == "__main__":

@@ -106,8 +106,10 @@ def test_trailing_blanks_do_not_begin_a_speech():
 def test_shakespeare_has_leafs_users_and_two_samples_more():
     text = files.read(Path(str(DATA)) / "text" / "shakespeare-leaf.txt.xz")
     sizes = [samples(lines) for lines in roles(text).values()]
-    # LEAF: 1,129 users with a sample, 4,226,158 samples; the paper: 1,144 nodes, those without a sample counted. Two
-    # characters of the text, of 4.2 million, are more here than in the later issue that LEAF reads.
+    # LEAF: 1,129 users with a sample, 4,226,158 samples; the paper: 1,144 nodes, those without a sample counted. LEAF
+    # does not cut trailing blanks; on this copy of the text its rules then give 1,130 users and 4,226,206 samples. So
+    # it counted another copy (where it got its text has moved, says its issue 13), in which at least the Apothecary's
+    # line of the next test has none. Where that copy lacks two more characters, nobody can tell without it.
     assert len(sizes) == 1144
     assert sum(size > 0 for size in sizes) == 1129
     assert sum(sizes) == 4_226_158 + 2

@@ -13,7 +13,7 @@ from typing import Any
 
 from tailopt.figures.style import band, look, pyplot
 from tailopt.studies.claims import Claim, judged
-from tailopt.studies.glue import METRICS, labels
+from tailopt.studies.glue import FEWER, METRICS, labels
 from tailopt.studies.tuned import Column, Plan, adjusted, compare, finished, how, mean, over_seeds, page, slug, table
 
 PANELS: Mapping[str, Sequence[str]] = {
@@ -48,6 +48,7 @@ def run(
         algorithms=ALL,
         budget=2 if small else 8,
         seeds=(0,) if small else (0, 1, 2),
+        run=FEWER if small else {},
         tuning={"rounds": 1} if small else {"rounds": 3},
     )
     plan = adjusted(

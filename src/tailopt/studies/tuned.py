@@ -149,8 +149,22 @@ class Plan:
 
 
 def place(device: str | None) -> str:
-    """Where a study runs: as asked, else on a GPU where there is one."""
-    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+    """Where a study runs: as asked, else on a GPU where there is one.
+
+    Examples:
+        >>> place("abacus")
+        Traceback (most recent call last):
+        ValueError: Invalid device: 'abacus' cannot be used here; leave it out to take what is there.
+    """
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        raise ValueError(
+            f"Invalid device: {device!r} cannot be used here; leave it out to take what is there."
+        ) from error
+    return device
 
 
 def adjusted(
@@ -531,7 +545,10 @@ def curves(found: Mapping[str, Any], metrics: Mapping[str, str], path: Path, tit
                 band(axis, range(1, len(lines[0]) + 1), lines, **look(cell["algorithm"]), **marker)
         axis.set(title=label, xlabel="round", ylabel=metrics[label])
         axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.grid(alpha=0.25, linewidth=0.5)
+        if metrics[label] == "perplexity":  # the first round's are a hundred times the last one's
+            axis.set_yscale("log")
+            axis.yaxis.set_minor_formatter(plt.NullFormatter())
+        axis.grid(alpha=0.25, linewidth=0.5, which="both" if axis.get_yscale() == "log" else "major")
     for axis in axes.flat[len(labels) :]:
         axis.set_visible(False)
     handles, names = axes[0][0].get_legend_handles_labels()
