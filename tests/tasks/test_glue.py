@@ -516,6 +516,7 @@ def trained(which: str, name: str, numbers: dict[str, float]) -> float:
         progress=False,
     )
     accuracy: float = result.history[-1]["metrics"]["accuracy"]
+    print(f"{which}, {name}, seed 0: {accuracy:.2f} %")
     return accuracy
 
 

@@ -296,7 +296,10 @@ INLINE void unit(const Unit *w) {
     float wide[STRIDE * LINE / 2];
     for (int64_t at = 0; at < w->count; at += block) {
         const int64_t n = w->count - at < block ? w->count - at : block;
-        if (at * size % PAGE == 0) next_page((const char *)w->g + at * size), next_page((const char *)w->p + at * size);
+        if (at * size % PAGE == 0) {
+            next_page((const char *)w->g + at * size);
+            if (w->op != COUNT) next_page((const char *)w->p + at * size);
+        }
         if (w->tally) tally(w, at, n, lane, wide);
         if (w->bins) sample(w, at, n, wide);
         if (w->op != COUNT) update(w, at, n);

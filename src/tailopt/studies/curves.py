@@ -22,6 +22,7 @@ PANELS: Mapping[str, Sequence[str]] = {
     "(c) BiClip": ("avg-biclip", "adam-biclip", "bi2clip", "adam2"),
 }
 ALL = tuple(dict.fromkeys(name for names in PANELS.values() for name in names))
+SMALL = ("avg-sgd", "avg-l2clip", "avg-adam", "adam2", "avg-biclip", "bi2clip")  # two in each panel at least
 
 
 def run(
@@ -45,7 +46,7 @@ def run(
     small = preset == "small"
     plan = Plan(
         {label: Column(f"glue/{slug(label).replace('-', '')}", preset, over)},
-        algorithms=ALL,
+        algorithms=SMALL if small else ALL,
         budget=2 if small else 8,
         seeds=(0,) if small else (0, 1, 2),
         run=FEWER if small else {},
@@ -90,7 +91,7 @@ def draw(found: Mapping[str, Any], label: str, path: Path) -> None:
         axis.set(title=title, xlabel="round")
         axis.grid(alpha=0.25, linewidth=0.5)
         if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8, frameon=False)
+            axis.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
     axes[0].set_ylabel(f"{label} {metric}, percent")
     figure.suptitle(f"{label}, validation by round, median over seeds", fontsize=10)
     figure.savefig(path, dpi=130)
