@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
@@ -124,3 +125,8 @@ def test_gradients(parts: dict[str, str], tmp_path: Path) -> None:
     for cell in found["rows"]["bi2clip after BiClip"]:
         assert cell["99.9 %"] <= 1e-4 * (1 + 1e-6)  # the upper threshold
     assert (out / "gradients.png").stat().st_size > 5000
+
+
+def test_what_studies_take_is_what_a_plan_can_be_adjusted_by() -> None:
+    adjustable = inspect.signature(tuned.adjusted).parameters
+    assert [*tuned.Asked.__annotations__] == [name for name in adjustable if name != "plan"]

@@ -28,7 +28,7 @@ STUDIES: Mapping[str, str] = {
     "rates": "the decay that the theorems promise, measured; ten minutes",
     "translation": "BLEU and METEOR of a T5 over three nodes; half an hour in the preset small",
 }
-# options of some studies -> how their help reads; which of them a study takes is in the signature of its `run`
+# options of some studies -> how their help reads; a study takes those of its `run`, and of `Asked` where that has it
 OPTIONS: Mapping[str, str] = {
     "task": "one of its tasks, or several with commas, such as MRPC",
     "preset": "paper, or small: what two cores can do in minutes",
@@ -83,8 +83,12 @@ def command(arguments: argparse.Namespace, pairs: Pairs) -> int:
 
 def _given(arguments: argparse.Namespace, run: Callable[..., Path]) -> dict[str, Any]:
     """The options that were given, if the study has them; numbers as numbers."""
+    from tailopt.studies.tuned import Asked  # here: the other commands need not load it
+
     found = {name: getattr(arguments, name) for name in OPTIONS if getattr(arguments, name) is not None}
-    known = [name for name in OPTIONS if name in inspect.signature(run).parameters]
+    parameters = inspect.signature(run).parameters
+    shared = Asked.__annotations__ if "asked" in parameters else {}
+    known = [name for name in OPTIONS if name in parameters or name in shared]
     for name in found:
         if name not in known:
             has = ", ".join(f"--{other}" for other in known) or "no options of its own"

@@ -12,12 +12,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tailopt.figures.style import band, look, pyplot
 from tailopt.records import disk
 from tailopt.studies.claims import Claim, judged
-from tailopt.studies.tuned import Column, Plan, adjusted, compare, how, over_seeds, page, table
+from tailopt.studies.tuned import Asked, Column, Plan, adjusted, compare, how, over_seeds, page, table
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # task -> how it is called, and its metrics; the first is the one of the figure
 TASKS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -31,18 +34,13 @@ CLAIM = "On one node BiClip reaches Adam's accuracy and speed, without state."
 def run(
     out: Path,
     *,
-    quick: bool = False,
     progress: bool = True,
     task: str = "",
     preset: str = "paper",
     model: str = "",
     data: str = "",
     nodes: int | None = None,
-    algorithms: str | None = None,
-    seeds: int | None = None,
-    budget: int | None = None,
-    settings: str | None = None,
-    device: str | None = None,
+    **asked: Unpack[Asked],
 ) -> Path:
     """Run what is not in `out` yet, and write table.md, results.json and centralised.png there.
 
@@ -54,18 +52,9 @@ def run(
         data: a path or public name; where there are two tasks, a folder that holds squad and cifar100, as folders.
         nodes: None: one; else nested training over that many.
     """
-    asked = chosen(task)
-    parts = {}
-    for name in asked:
-        plan = adjusted(
-            planned(name, preset, model, data, nodes, len(asked) > 1),
-            quick=quick,
-            algorithms=algorithms,
-            seeds=seeds,
-            budget=budget,
-            settings=settings,
-            device=device,
-        )
+    tasks, parts = chosen(task), {}
+    for name in tasks:
+        plan = adjusted(planned(name, preset, model, data, nodes, len(tasks) > 1), **asked)
         parts[name] = compare(plan, out / name, progress)
         parts[name]["start"] = _start(plan, name, out / name / "start.json")
     claims = [judge(parts)]

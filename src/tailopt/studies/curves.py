@@ -9,12 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tailopt.figures.style import band, look, pyplot
 from tailopt.studies.claims import Claim, judged
 from tailopt.studies.glue import FEWER, METRICS, labels
-from tailopt.studies.tuned import Column, Plan, adjusted, compare, finished, how, mean, over_seeds, page, slug, table
+from tailopt.studies.tuned import (
+    Asked,
+    Column,
+    Plan,
+    adjusted,
+    compare,
+    finished,
+    how,
+    mean,
+    over_seeds,
+    page,
+    slug,
+    table,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 PANELS: Mapping[str, Sequence[str]] = {
     "(a) L2 clipping": ("avg-sgd", "avg-l2clip", "adam-sgd", "adam-l2clip"),
@@ -28,17 +44,12 @@ SMALL = ("avg-sgd", "avg-l2clip", "avg-adam", "adam2", "avg-biclip", "bi2clip") 
 def run(
     out: Path,
     *,
-    quick: bool = False,
     progress: bool = True,
     task: str = "QNLI",
     preset: str = "paper",
     model: str = "",
     data: str = "",
-    algorithms: str | None = None,
-    seeds: int | None = None,
-    budget: int | None = None,
-    settings: str | None = None,
-    device: str | None = None,
+    **asked: Unpack[Asked],
 ) -> Path:
     """Run what is not in `out` yet, and write table.md, results.json and curves.png there; options as in `glue.run`."""
     (label,) = labels(task)[:1]
@@ -52,9 +63,7 @@ def run(
         run=FEWER if small else {},
         tuning={"rounds": 1} if small else {"rounds": 3},
     )
-    plan = adjusted(
-        plan, quick=quick, algorithms=algorithms, seeds=seeds, budget=budget, settings=settings, device=device
-    )
+    plan = adjusted(plan, **asked)
     found = compare(plan, out, progress)
     claims = judge(found, label)
     body = [f"{label}, validation, percent: {over_seeds(found)}.", "", *table(found, METRICS), ""]

@@ -9,11 +9,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tailopt.paper import results
 from tailopt.studies.claims import Claim, judged
-from tailopt.studies.tuned import Column, Plan, adjusted, compare, curves, finished, how, mean, over_seeds, page, table
+from tailopt.studies.tuned import (
+    Asked,
+    Column,
+    Plan,
+    adjusted,
+    compare,
+    curves,
+    finished,
+    how,
+    mean,
+    over_seeds,
+    page,
+    table,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 LABELS = {"Shakespeare": "shakespeare", "Philosopher": "philosopher"}
 ALGORITHMS = ("avg-sgd", "avg-l2clip", "avg-biclip", "rmsprop-biclip", "bi2clip", "adam2")
@@ -23,18 +39,13 @@ METRICS = ("perplexity", "perplexity_with_padding")
 def run(
     out: Path,
     *,
-    quick: bool = False,
     progress: bool = True,
     task: str = "Philosopher",
     preset: str = "paper",
     model: str | None = None,
     tokenizer: str | None = None,
     data: str | None = None,
-    algorithms: str | None = None,
-    seeds: int | None = None,
-    budget: int | None = None,
-    settings: str | None = None,
-    device: str | None = None,
+    **asked: Unpack[Asked],
 ) -> Path:
     """Run what is not in `out` yet, and write table.md, results.json and federated.png there.
 
@@ -58,9 +69,7 @@ def run(
         seeds=(0,) if small else (0, 1, 2),
         run={"nodes": 0},  # as many as there are sources
     )
-    plan = adjusted(
-        plan, quick=quick, algorithms=algorithms, seeds=seeds, budget=budget, settings=settings, device=device
-    )
+    plan = adjusted(plan, **asked)
     found = compare(plan, out, progress)
     claims = judge(found, label)
     finished(out, found, claims, report(found, label, claims))

@@ -8,12 +8,28 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tailopt.algorithms import ALGORITHMS
 from tailopt.paper import results
 from tailopt.studies.claims import Claim, judged
-from tailopt.studies.tuned import Column, Plan, adjusted, compare, curves, finished, how, mean, over_seeds, page, table
+from tailopt.studies.tuned import (
+    Asked,
+    Column,
+    Plan,
+    adjusted,
+    compare,
+    curves,
+    finished,
+    how,
+    mean,
+    over_seeds,
+    page,
+    table,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # label -> the metrics of its cells, the first is the one of the figure
 METRICS: Mapping[str, Sequence[str]] = {
@@ -35,17 +51,12 @@ FEWER: Mapping[str, Any] = {"rounds": 3, "local_steps": 4}
 def run(
     out: Path,
     *,
-    quick: bool = False,
     progress: bool = True,
     task: str = "",
     preset: str = "paper",
     model: str = "",
     data: str = "",
-    algorithms: str | None = None,
-    seeds: int | None = None,
-    budget: int | None = None,
-    settings: str | None = None,
-    device: str | None = None,
+    **asked: Unpack[Asked],
 ) -> Path:
     """Run what is not in `out` yet, and write table.md, results.json and glue.png there.
 
@@ -66,9 +77,7 @@ def run(
         run=FEWER if small else {},
         tuning={"rounds": 1} if small else {"rounds": 3},
     )
-    plan = adjusted(
-        plan, quick=quick, algorithms=algorithms, seeds=seeds, budget=budget, settings=settings, device=device
-    )
+    plan = adjusted(plan, **asked)
     found = compare(plan, out, progress)
     claims = judge(found)
     finished(out, found, claims, report(found, claims))

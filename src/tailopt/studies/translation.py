@@ -11,11 +11,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tailopt.paper import results
 from tailopt.studies.claims import Claim, judged
 from tailopt.studies.tuned import (
+    Asked,
     Column,
     Plan,
     adjusted,
@@ -30,6 +31,9 @@ from tailopt.studies.tuned import (
     table,
     values,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 ALGORITHMS = ("avg-sgd", "avg-l2clip", "bi2clip", "adam2")
 
@@ -61,18 +65,13 @@ CORPORA: Mapping[str, Corpus] = {
 def run(
     out: Path,
     *,
-    quick: bool = False,
     progress: bool = True,
     task: str = "",
     preset: str = "paper",
     model: str = "",
     tokenizer: str = "",
     data: str = "",
-    algorithms: str | None = None,
-    seeds: int | None = None,
-    budget: int | None = None,
-    settings: str | None = None,
-    device: str | None = None,
+    **asked: Unpack[Asked],
 ) -> Path:
     """Run what is not in `out` yet, and write table.md, results.json and translation.png there.
 
@@ -105,9 +104,7 @@ def run(
         run={"rounds": 3, "local_steps": 20} if small else {},
         tuning={"rounds": 1} if small else {},
     )
-    plan = adjusted(
-        plan, quick=quick, algorithms=algorithms, seeds=seeds, budget=budget, settings=settings, device=device
-    )
+    plan = adjusted(plan, **asked)
     found = compare(plan, out, progress)
     found["stand_ins"] = standing
     claims = judge(found)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -165,6 +165,17 @@ def place(device: str | None) -> str:
             f"Invalid device: {device!r} cannot be used here; leave it out to take what is there."
         ) from error
     return device
+
+
+class Asked(TypedDict, total=False):
+    """What every study that compares takes, by name; `adjusted` says what each does."""
+
+    quick: bool
+    algorithms: str | None
+    seeds: int | None
+    budget: int | None
+    settings: str | None
+    device: str | None
 
 
 def adjusted(
