@@ -155,7 +155,8 @@ class Wire:
     ) -> Tensor:
         """Everybody's header, stacked in node order, and right behind each what it says to follow: as `swap`.
 
-        follows(k, header): whether anything does; asked before it is received.
+        follows(k, header): whether anything does, asked before it is received; raises `Damaged` where nothing of it can
+        be used, which ends the exchange once all headers are there.
         """
         heads = head.new_empty((self.nodes, *head.shape))
         heads[self.node] = head
@@ -171,13 +172,20 @@ class Wire:
     ) -> None:
         rows = heads.unbind(0)
         headers = {k: self.group.recv([rows[k]], k, 0) for k in self._others}
-        works = [self.group.send([rows[self.node]], k, 0) for k in self._others]
-        if follows(self.node, rows[self.node]):
-            works += self._sent(outgoing)
+        announced = [self.group.send([rows[self.node]], k, 0) for k in self._others]
+        works = self._sent(outgoing) if follows(self.node, rows[self.node]) else []
+        wrong: Damaged | None = None
         for k, header in headers.items():
             header.wait()
-            if follows(k, rows[k]):  # asked first: a message of another size would end the process in C++
-                works += self._expected(incoming, [k])
+            try:
+                if follows(k, rows[k]):  # asked first: a message of another size would end the process in C++
+                    works += self._expected(incoming, [k])
+            except Damaged as error:
+                wrong = wrong or error
+        for work in announced:
+            work.wait()
+        if wrong is not None:  # now that everybody has this node's header, and finds the same
+            raise wrong
         for work in works:
             work.wait()
 
