@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tailopt.figures.style import band, look, pyplot
+from tailopt.figures.style import pyplot
 from tailopt.studies.claims import Claim, judged
 from tailopt.studies.glue import FEWER, METRICS, labels
 from tailopt.studies.tuned import (
@@ -22,6 +22,7 @@ from tailopt.studies.tuned import (
     compare,
     finished,
     how,
+    line,
     mean,
     over_seeds,
     page,
@@ -93,15 +94,15 @@ def draw(found: Mapping[str, Any], label: str, path: Path) -> None:
     figure, axes = plt.subplots(1, len(PANELS), figsize=(11, 4.2), sharey=True, layout="constrained")
     for axis, (title, names) in zip(axes, PANELS.items(), strict=True):
         for cell in found["cells"]:
-            kept = [run for run in cell["runs"] if run["metrics"]]
-            if cell["algorithm"] in names and kept:
-                lines = [[row[metric] for row in run["curve"]] for run in kept]
-                band(axis, range(1, len(lines[0]) + 1), lines, **look(cell["algorithm"]), marker="o", markersize=3)
+            if cell["algorithm"] in names:
+                line(axis, cell, metric)
         axis.set(title=title, xlabel="round")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.25, linewidth=0.5)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
     axes[0].set_ylabel(f"{label} {metric}, percent")
-    figure.suptitle(f"{label}, validation by round, median over seeds", fontsize=10)
+    n = len(found["plan"]["seeds"])
+    figure.suptitle(f"{label}, validation by round, {f'median of {n} seeds' if n > 1 else 'one seed'}", fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)

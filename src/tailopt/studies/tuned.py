@@ -549,14 +549,11 @@ def curves(found: Mapping[str, Any], metrics: Mapping[str, str], path: Path, tit
     )
     for axis, label in zip(axes.flat, labels, strict=False):
         for cell in found["cells"]:
-            kept = [run for run in cell["runs"] if run["metrics"]]
-            if cell["column"] == label and kept:
-                lines = [[row[metrics[label]] for row in run["curve"]] for run in kept]
-                marker = {"marker": "o", "markersize": 3} if len(lines[0]) < 12 else {}
-                band(axis, range(1, len(lines[0]) + 1), lines, **look(cell["algorithm"]), **marker)
+            if cell["column"] == label:
+                line(axis, cell, metrics[label])
         axis.set(title=label, xlabel="round", ylabel=metrics[label])
         axis.xaxis.get_major_locator().set_params(integer=True)
-        if metrics[label] == "perplexity":  # the first round's are a hundred times the last one's
+        if metrics[label] == "perplexity":  # the first round's may be many times the last one's
             axis.set_yscale("log")
             axis.yaxis.set_minor_formatter(plt.NullFormatter())
         axis.grid(alpha=0.25, linewidth=0.5, which="both" if axis.get_yscale() == "log" else "major")
@@ -568,6 +565,18 @@ def curves(found: Mapping[str, Any], metrics: Mapping[str, str], path: Path, tit
     figure.suptitle(f"{title}, {f'median of {n} seeds' if n > 1 else 'one seed'}", fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def line(axis: Any, cell: Mapping[str, Any], metric: str) -> None:
+    """A metric of one algorithm by round. Seeds that broke down have no line; the legend then says how many have."""
+    kept, every = [run for run in cell["runs"] if run["metrics"]], len(cell["runs"])
+    if not kept:
+        return
+    lines = [[row[metric] for row in run["curve"]] for run in kept]
+    style = look(cell["algorithm"]) | ({"marker": "o", "markersize": 3} if len(lines[0]) < 12 else {})
+    if len(kept) < every:
+        style["label"] = f"{cell['algorithm']} ({len(kept)} of {every} seeds)"
+    band(axis, range(1, len(lines[0]) + 1), lines, **style)
 
 
 def slug(text: str) -> str:
