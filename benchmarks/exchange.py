@@ -8,7 +8,7 @@
 Every process is a node with one thread. In a repetition all competitors take turns in random order, the same on every
 node, each behind a barrier; a time is that of the slowest node, and a ratio is formed inside a repetition. A run is the
 median over its repetitions; one whose control, a second bare all_reduce, is off by more than 5 % does not count and is
-repeated. What is reported is the median over the runs that count, with the least and the most. --write puts the table
+repeated. What is reported is the median over the runs that count, with the least and the most. --write puts the tables
 into benchmarks/RESULTS.md.
 
 Where torchft is installed, its own DiLoCo sync takes turns with the whole round in further runs of the same processes:
@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=15, help="of all competitors in a run")
     parser.add_argument("--nodes", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--sizes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/RESULTS.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into benchmarks/RESULTS.md")
     parser.add_argument("--node", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -274,7 +274,7 @@ def main() -> None:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     ours, beside = list(columns), list(columns)
-    print("\n".join(columns), flush=True)
+    print("\n".join([head, "", *columns]), flush=True)
     for size in arguments.sizes:
         for nodes in arguments.nodes:
             good, thrown, theirs, away = measure(nodes, size, arguments.runs, arguments.repetitions)

@@ -129,9 +129,9 @@ class Node:
         send: the outer second moment travels with the weights. With on_drop "keep", what this node had is set aside
         where its contribution was lost.
         """
-        exchange = self.exchange
+        exchange, own = self.exchange, self.local()
         if exchange.wire.node in who.shares:
-            exchange.moved(self.local(), self.x)
+            exchange.moved(own, self.x)
         report, mean = exchange.close(
             self.round + 1, who, self.x, self._buffers(), limits, loss, guard, self._before, aggregate
         )
@@ -146,7 +146,7 @@ class Node:
         if self.average is not None:
             self.average[exchange.mine].lerp_(self.x[exchange.mine], 2.0 / (self.round + 1))
         self._load_buffers(mean)
-        self.load()
+        torch._foreach_copy_(own, self._views)
         return report
 
     second_moment: Tensor | None = None

@@ -14,6 +14,7 @@ import functools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ def look(x: Tensor) -> Look:
         3.0
     """
     kernel = cpu.loaded()
-    if kernel is None or not _plain(x):
+    if kernel is None or not _plain([x]):
         return _look(x)
     (checksum,), (top,) = kernel.moved_at(
         None, None, array("Q", [x.data_ptr()]), array("q", [x.numel()]), array("i", [0]), 1
@@ -74,7 +75,7 @@ def moved(params: Sequence[Tensor], x: Tensor, delta: Tensor, spans: Sequence[Sp
     """
     nodes = len(cuts) - 1
     kernel = cpu.loaded()
-    if kernel is None or not all(map(_plain, (x, delta, *params))):
+    if kernel is None or not _plain([x, delta, *params]):
         lines = [p.reshape(-1) for p in params]
         for span in spans:
             d, begun = (flat[span.start : span.start + span.count] for flat in (delta, x))
@@ -103,7 +104,7 @@ def mean(rows: Sequence[Tensor], shares: Sequence[float], whole: float, negative
     """
     first = rows[0]
     kernel = cpu.loaded()
-    if kernel is None or not all(map(_plain, rows)):
+    if kernel is None or not _plain(rows):
         return _mean(rows, shares, whole, negative)
     kernel.mean_at(cpu.addresses(rows), array("f", shares), whole, negative, first.data_ptr(), first.numel())
     return first
@@ -140,7 +141,7 @@ def descend(
         return False
     fused = _fused()
     velocities = [state["momentum_buffer"] for state in states if "momentum_buffer" in state] if momentum else []
-    if fused is None or (momentum and len(velocities) < len(x)) or not all(map(_plain, (*x, *velocities, *rows))):
+    if fused is None or (momentum and len(velocities) < len(x)) or not _plain([*x, *velocities, *rows]):
         return False
     kernel.descend_at(
         cpu.addresses(rows),
@@ -183,5 +184,13 @@ def _fused() -> bool | None:
 _DESCENTS = (AVG, SGD, NESTEROV)
 
 
-def _plain(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous()
+def _plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernel takes all of them; small models notice how it is asked."""
+    return (
+        set(map(_DTYPE, tensors)) <= {torch.float32}
+        and all(map(_ON_CPU, tensors))
+        and all(map(Tensor.is_contiguous, tensors))
+    )
+
+
+_DTYPE, _ON_CPU = attrgetter("dtype"), attrgetter("is_cpu")
