@@ -21,7 +21,7 @@ STUDIES: Mapping[str, str] = {
     "failures": "nodes that drop out: harmless, or a biased limit; minutes",
     "glue": "the GLUE table: an encoder over ten nodes; ten minutes a task in the preset small, else days",
     "curves": "convergence on a GLUE task: L2 clipping, adaptivity, BiClip; twenty minutes in the preset small",
-    "federated": "language models on Shakespeare's roles and philosophers' works; minutes in the preset small",
+    "federated": "language models on Shakespeare's roles and philosophers' works; 3 and 12 minutes in the preset small",
     "gradients": "gradients on MNLI before and after clipping, by round; minutes in the preset small",
     "overhead": "memory, traffic and time of all algorithms, measured and by formula; minutes",
     "pretraining": "DiLoCo and others against data-parallel training; ten minutes in the preset small",
