@@ -14,10 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tailopt.figures.style import band, look, pyplot
+from tailopt.figures.style import band, pyplot
 from tailopt.records import disk
 from tailopt.studies.claims import Claim, judged
-from tailopt.studies.tuned import Asked, Column, Plan, adjusted, compare, how, over_seeds, page, table
+from tailopt.studies.tuned import Asked, Column, Plan, adjusted, compare, how, look_of, over_seeds, page, table
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -216,7 +216,8 @@ def draw(parts: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         for algorithm in found["plan"]["algorithms"]:
             if several := lines(found, name, algorithm):
                 at = [steps * i for i in range(len(several[0]))]
-                band(axis, at, several, **look(algorithm), marker="o", markersize=3)
+                style = look_of(algorithm, len(several), len(found["plan"]["seeds"]))
+                band(axis, at, several, **style, marker="o", markersize=3)
         title, metrics = TASKS[name]
         axis.set(title=f"{title}, {over_seeds(found)}", xlabel="step", ylabel=f"{metrics[0]}, percent")
         axis.grid(alpha=0.25, linewidth=0.5)

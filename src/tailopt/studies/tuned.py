@@ -568,15 +568,22 @@ def curves(found: Mapping[str, Any], metrics: Mapping[str, str], path: Path, tit
 
 
 def line(axis: Any, cell: Mapping[str, Any], metric: str) -> None:
-    """A metric of one algorithm by round. Seeds that broke down have no line; the legend then says how many have."""
-    kept, every = [run for run in cell["runs"] if run["metrics"]], len(cell["runs"])
-    if not kept:
-        return
-    lines = [[row[metric] for row in run["curve"]] for run in kept]
-    style = look(cell["algorithm"]) | ({"marker": "o", "markersize": 3} if len(lines[0]) < 12 else {})
-    if len(kept) < every:
-        style["label"] = f"{cell['algorithm']} ({len(kept)} of {every} seeds)"
-    band(axis, range(1, len(lines[0]) + 1), lines, **style)
+    """A metric of one algorithm by round, of the seeds that did not break down."""
+    lines = [[row[metric] for row in run["curve"]] for run in cell["runs"] if run["metrics"]]
+    if lines:
+        marker = {"marker": "o", "markersize": 3} if len(lines[0]) < 12 else {}
+        style = look_of(cell["algorithm"], len(lines), len(cell["runs"]))
+        band(axis, range(1, len(lines[0]) + 1), lines, **style, **marker)
+
+
+def look_of(algorithm: str, drawn: int, seeds: int) -> dict[str, Any]:
+    """How the line of an algorithm looks; where some of its seeds broke down, the legend says how many are drawn.
+
+    Examples:
+        >>> look_of("avg-sgd", 1, 3)["label"]
+        'avg-sgd (1 of 3 seeds)'
+    """
+    return look(algorithm) | ({"label": f"{algorithm} ({drawn} of {seeds} seeds)"} if drawn < seeds else {})
 
 
 def slug(text: str) -> str:
