@@ -505,7 +505,11 @@ def test_what_cannot_be_is_said_on_every_node(server: Server, tmp_path: Path) ->
     one = server.go(tmp_path / "out", "adam2", nodes=2, run=str(tmp_path / "one"), often=2, callers=[0])
     assert one is not None
     assert "Call checkpoint() on every node, after the same step" in one[0]["error"]
-    assert "error" in one[1]
+    assert "node 0" in one[1]["error"].lower()
+    late = server.go(tmp_path / "out", "adam2", nodes=2, run=str(tmp_path / "late"), often=STEPS + 1, callers=[0])
+    assert late is not None
+    for answer in late:  # in later rounds a node that waits for the displacement is told why it does not come
+        assert "Call checkpoint() on every node, after the same step" in answer["error"], late
 
     strange = server.go(tmp_path / "out", "adam2", nodes=2, run=str(tmp_path / "strange"), often=2, strange=1)
     assert strange is not None

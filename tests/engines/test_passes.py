@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 from array import array
 from typing import Any
 
@@ -81,13 +83,32 @@ def test_a_look_of_the_kernel_is_a_look_of_torch(variant: str, threads: int, wro
         assert top == expected.top or (top != top and expected.top != expected.top)
 
 
+@pytest.mark.parametrize("count", [0, 1, passes.PAGE // 4 - 1, passes.PAGE // 4, passes.PAGE // 2 + 3])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_room_is_zeros_of_its_own(count: int, kind: torch.dtype) -> None:
+    x, y = passes.room(count, kind), passes.room(count, kind)
+    assert torch.equal(x, torch.zeros(count, dtype=kind)) and x.dtype == kind and x.is_contiguous()
+    x.fill_(1.0)
+    assert not y.any()
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no large pages on this system")
+def test_room_begins_with_a_page_and_outlives_its_maker() -> None:
+    rows = [passes.room(passes.PAGE, torch.float32).fill_(k) for k in range(4)]
+    gc.collect()
+    assert all(row.data_ptr() % passes.PAGE == 0 and bool((row == k).all()) for k, row in enumerate(rows))
+
+
+def test_room_without_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    assert torch.equal(passes.room(passes.PAGE, torch.float32), torch.zeros(passes.PAGE))
+
+
 @given(st.integers(1, 1 << 27))
 def test_a_stretch_goes_in_few_messages_of_about_the_same_size(count: int) -> None:
     size = exchange._message(count)
     parts = -(-count // size)
-    least, most = exchange.MESSAGES
-    assert size <= most
-    assert size >= min(count, least // 2)
+    assert min(count, 2 * exchange.MESSAGE // 3) <= size <= 3 * exchange.MESSAGE // 2
     assert count - size * (parts - 1) > size - parts  # the last one is not a crumb
 
 
@@ -145,24 +166,27 @@ def test_a_descent_of_the_kernel_is_the_rule_on_the_mean(
     before = torch.get_num_threads()
     request.addfinalizer(lambda: torch.set_num_threads(before))
     torch.set_num_threads(threads)
-    rule, sizes, starts = OUTER[name], [5, 1037, LARGE], [3, 16, 1056]
-    shares = [0.2, 0.5, 0.3]
-    ours = [numbers(n, seed=n) for n in sizes]
-    theirs = [x.clone() for x in ours]
-    states: list[State] = [{} for _ in sizes]
-    others: list[State] = [{} for _ in sizes]
+    rule, pieces = OUTER[name], [(3, 5), (16, 1037), (1056, LARGE)]
+    shares, length = [0.2, 0.5, 0.3], 1056 + LARGE
+
+    def cut(flat: torch.Tensor) -> list[torch.Tensor]:
+        return [flat[start : start + count] for start, count in pieces]
+
+    ours = numbers(length, seed=length)
+    theirs = ours.clone()
+    states: list[State] = [{} for _ in pieces]
+    others: list[State] = [{} for _ in pieces]
     took = []
     for turn in range(3):
-        rows = list(numbers(3, starts[-1] + LARGE, seed=turn).unbind())
+        rows = list(numbers(3, length, seed=turn).unbind())
         mean = passes._mean([row.clone() for row in rows], shares, whole, False)
-        delta = [mean[s : s + n] for s, n in zip(starts, sizes, strict=True)]
-        _step(rule, theirs, delta, others, more)
-        took.append(passes.descend(rule, ours, states, more, rows, shares, whole, starts))
+        _step(rule, cut(theirs), cut(mean), others, more)
+        took.append(passes.descend(rule, ours, states, more, rows, shares, whole, pieces))
         if not took[-1]:  # the first step makes the state
             form = _Sum(rows, shares, whole)
-            form.form(0, rows[0].numel())
-            _step(rule, ours, [rows[0][s : s + n] for s, n in zip(starts, sizes, strict=True)], states, more)
-        assert all(map(same, ours, theirs))
+            form.form(0, length)
+            _step(rule, cut(ours), cut(rows[0]), states, more)
+        assert same(ours, theirs)
     for state, other in zip(states, others, strict=True):
         assert state.keys() == other.keys()
         assert all(same(state[key], other[key]) for key in state)
@@ -170,9 +194,9 @@ def test_a_descent_of_the_kernel_is_the_rule_on_the_mean(
 
 
 def test_what_the_kernel_cannot_do_is_left_to_torch() -> None:
-    x, row = [numbers(4)], [numbers(4)]
+    x, row, whole = numbers(4), [numbers(4)], [(0, 4)]
     momentum: list[State] = [{"momentum_buffer": numbers(4)}]
     own = {"lr": torch.full((4,), 0.5), "momentum": 0.9}
-    assert not passes.descend(OUTER["nesterov"], x, momentum, own, row, [1.0], 1.0, [0])
-    assert not passes.descend(OUTER["adam"], x, [{}], {"lr": 0.5}, row, [1.0], 1.0, [0])
-    assert not passes.descend(OUTER["avg"], [x[0].double()], [{}], {}, [row[0].double()], [1.0], 1.0, [0])
+    assert not passes.descend(OUTER["nesterov"], x, momentum, own, row, [1.0], 1.0, whole)
+    assert not passes.descend(OUTER["adam"], x, [{}], {"lr": 0.5}, row, [1.0], 1.0, whole)
+    assert not passes.descend(OUTER["avg"], x.double(), [{}], {}, [row[0].double()], [1.0], 1.0, whole)

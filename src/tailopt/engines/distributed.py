@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from tailopt.algorithms import Algorithm
 from tailopt.clipping.shards import by_ranks, is_dtensor, local_part, over_shards
+from tailopt.engines import passes
 from tailopt.engines.exchange import Exchange, Wire
 from tailopt.engines.keeping import (
     Crew,
@@ -61,10 +62,11 @@ class Node:
     def __init__(self, wire: Wire, names: Sequence[str], params: Sequence[Tensor], buffers: Buffers | None) -> None:
         self.params = list(params)
         self.buffers = buffers
+        self._plain = not any(is_dtensor(p) or p.is_complex() for p in self.params)
         own = self.local()
         shapes, kinds = [p.shape for p in own], [p.dtype for p in own]
         self.exchange = Exchange(wire, list(names), shapes, kinds, _shards(wire.group, self.params), self.params)
-        self.x = torch.zeros(self.exchange.layout.total, dtype=self.exchange.dtype)
+        self.x = passes.room(self.exchange.layout.total, self.exchange.dtype)
         self.outer: list[State] = [{} for _ in self.exchange.segments]
         self.average: Tensor | None = None
         self.round = 0
@@ -75,6 +77,8 @@ class Node:
 
     def local(self) -> list[Tensor]:
         """This rank's part of every parameter, as real tensors that share its memory."""
+        if self._plain:  # once a round: small models notice
+            return [p.detach() for p in self.params]
         return [real(_local(p)) for p in self.params]
 
     @torch.no_grad()

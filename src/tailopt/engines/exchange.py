@@ -4,7 +4,7 @@ Each node owns a stretch of the flat buffer. It receives that stretch of every n
 judges it; verdicts are exchanged, so that an exclusion is unanimous; then it adds up in ascending node order, takes the
 outer step on its stretch (the outer state lives there too), and sends the new weights back:
 
-    header      round, node, weight, elements, a checksum of every stretch      to everybody, before anything large
+    header      round, node, weight, elements, a checksum of every stretch      to everybody
     shards      stretch k of my displacement to node k                          right behind it, point to point
     verdicts    damaged, not finite, beyond the bound: about every node         to everybody
     sum, step   my stretch: weighted mean, outer rule, projection               no traffic, but for norms
@@ -42,7 +42,7 @@ from tailopt.rounds.round import BufferMean, EveryoneExcluded, Report
 from tailopt.rules.rule import Numbers, Rule, State, of
 
 PIECE = 4 * BLOCK  # elements: an outer rule's four arrays of them fit the cache of a core
-MESSAGES = 1 << 18, 1 << 20  # elements, a quarter of a stretch: smaller ones cost turns, larger ones make others wait
+MESSAGE = 1 << 20  # elements, about: smaller ones cost turns, larger ones make others wait
 ALIGNMENT = 16  # elements: a cache line of fp32, and an even count, so that checksums can read pairs
 
 
@@ -130,11 +130,9 @@ class Wire:
 
     def gather(self, mine: Tensor) -> Tensor:
         """Everybody's small tensor, stacked in node order."""
-        out = mine.new_empty((self.nodes, *mine.shape))
-        out[self.node] = mine
-        rows = list(out.view(self.nodes, -1).unbind(0))
+        out, rows = self._stacked(mine)
         # point to point: gloo's all_gather is a ring, whose turns take twice as long with four nodes
-        self._watched(lambda: self._swap([rows[self.node]] * self.nodes, rows))
+        self._watched(lambda: self._swap(([rows[self.node]] * self.nodes, rows)))
         return out
 
     def broadcast(self, flat: Tensor) -> None:
@@ -144,65 +142,29 @@ class Wire:
 
     def swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Send outgoing[k] to node k and receive incoming[k] from it, for all others; what is empty is left out."""
-        self._watched(lambda: self._swap(outgoing, incoming))
+        self._watched(lambda: self._swap((outgoing, incoming)))
 
-    def announce(
-        self,
-        head: Tensor,
-        follows: Callable[[int, Tensor], bool],
-        outgoing: Sequence[Tensor],
-        incoming: Sequence[Tensor],
-    ) -> Tensor:
-        """Everybody's header, stacked in node order, and right behind each what it says to follow: as `swap`.
+    def announce(self, head: Tensor, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Tensor:
+        """Everybody's header, stacked in node order, and right behind each what belongs to it, as by `swap`."""
+        out, rows = self._stacked(head)
+        self._watched(lambda: self._swap(([rows[self.node]] * self.nodes, rows), (outgoing, incoming)))
+        return out
 
-        follows(k, header): whether anything does, asked before it is received; raises `Damaged` where nothing of it can
-        be used, which ends the exchange once all headers are there.
-        """
-        heads = head.new_empty((self.nodes, *head.shape))
-        heads[self.node] = head
-        self._watched(lambda: self._announce(heads, follows, outgoing, incoming))
-        return heads
+    def _stacked(self, mine: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Room for everybody's tensor, whole and by node, with this node's in it."""
+        out = mine.new_empty((self.nodes, *mine.shape))
+        out[self.node] = mine
+        return out, list(out.view(self.nodes, -1).unbind(0))
 
-    def _announce(
-        self,
-        heads: Tensor,
-        follows: Callable[[int, Tensor], bool],
-        outgoing: Sequence[Tensor],
-        incoming: Sequence[Tensor],
-    ) -> None:
-        rows = heads.unbind(0)
-        headers = {k: self.group.recv([rows[k]], k, 0) for k in self._others}
-        announced = [self.group.send([rows[self.node]], k, 0) for k in self._others]
-        works = self._sent(outgoing) if follows(self.node, rows[self.node]) else []
-        wrong: Damaged | None = None
-        for k, header in headers.items():
-            header.wait()
-            try:
-                if follows(k, rows[k]):  # asked first: a message of another size would end the process in C++
-                    works += self._expected(incoming, [k])
-            except Damaged as error:
-                wrong = wrong or error
-        for work in announced:
-            work.wait()
-        if wrong is not None:  # now that everybody has this node's header, and finds the same
-            raise wrong
+    def _swap(self, *turns: tuple[Sequence[Tensor], Sequence[Tensor]]) -> None:
+        """One after another, but all at once: (outgoing, incoming)."""
+        others = [(self.node + k) % self.nodes for k in range(1, self.nodes)]  # not everybody turns to the same first
+        # all that is expected before anything is sent: gloo's thread receives then while this one sends, and what
+        # finds nobody waiting would first have to ask
+        works = [self.group.recv([part], k, 0) for _, incoming in turns for k, part in _messages(incoming, others)]
+        works += [self.group.send([part], k, 0) for outgoing, _ in turns for k, part in _messages(outgoing, others)]
         for work in works:
             work.wait()
-
-    def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        for work in [*self._expected(incoming, self._others), *self._sent(outgoing)]:
-            work.wait()
-
-    @property
-    def _others(self) -> list[int]:
-        """Beginning with the next: not everybody turns to the same node first."""
-        return [(self.node + k) % self.nodes for k in range(1, self.nodes)]
-
-    def _sent(self, outgoing: Sequence[Tensor]) -> list[Any]:
-        return [self.group.send([part], k, 0) for k, part in _messages(outgoing, self._others)]
-
-    def _expected(self, incoming: Sequence[Tensor], senders: Sequence[int]) -> list[Any]:
-        return [self.group.recv([part], k, 0) for k, part in _messages(incoming, senders)]
 
 
 def _messages(tensors: Sequence[Tensor], others: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
@@ -214,9 +176,7 @@ def _messages(tensors: Sequence[Tensor], others: Sequence[int]) -> Iterator[tupl
 
 def _message(count: int) -> int:
     """How many elements of so many go in one message: all messages of a stretch are of about the same size."""
-    least, most = MESSAGES
-    size = min(max(count // 4, least), most)
-    return -(-count // max(round(count / size), -(-count // most)))
+    return -(-count // max(round(count / MESSAGE), 1))
 
 
 @dataclass
@@ -247,16 +207,17 @@ class Exchange:
         self.layout = Layout(tuple(shape.numel() for shape in self.shapes), self.wire.nodes)
         self.mine = self.layout.stretch(self.wire.node)
         self.segments = self.layout.segments(self.wire.node)
-        self.delta = torch.zeros(self.layout.total, dtype=self.dtype)
+        self.delta = passes.room(self.layout.total, self.dtype)
         length = self.mine.stop - self.mine.start
         # of every node: what it moved in this stretch; this node's own is where it was formed
-        rows = torch.zeros(self.wire.nodes - 1, length, dtype=self.dtype).unbind(0)
+        rows = [passes.room(length, self.dtype) for _ in range(self.wire.nodes - 1)]
         here = self.wire.node
         self._received = [*rows[:here], self.delta[self.mine], *rows[here:]]
         self.mean = self._received[here]
         self._looks = [Look()] * self.wire.nodes
         self._sum: _Sum | None = None
-        self._starts = [s.start - self.mine.start for s in self.segments]
+        self._agreed = False
+        self._pieces = [(s.start - self.mine.start, s.stop - s.start) for s in self.segments]
         self._spans = [
             Span(s.tensor, s.start - self.layout.offsets[s.tensor], s.start, s.stop - s.start, k)
             for k in range(self.wire.nodes)
@@ -351,15 +312,16 @@ class Exchange:
             squares = self.norms(self.mean)
             by_tensor = numbers.get("scope") == "tensor"
             more["norm"] = [root([squares[s.tensor]]) for s in self.segments] if by_tensor else root(squares)
-        own = self.cut(x)
-        delta = self._parts(self.mean)
-        by_segment = {**self._by_segment(numbers), **more}
-        if own and not (self._sum is not None and self._sum.descended(rule, own, states, by_segment, self._starts)):
-            _step(rule, own, delta, states, by_segment, self._negative)
+        mine, by_segment = x[self.mine], {**self._by_segment(numbers), **more}
+        done = not states or (
+            self._sum is not None and self._sum.descended(rule, mine, states, by_segment, self._pieces)
+        )
+        if not done:
+            _step(rule, self.cut(x), self._parts(self.mean), states, by_segment, self._negative)
         if radius is not None:
-            length = root(self.norms(x[self.mine]))
-            if length > radius and own:
-                torch._foreach_mul_(own, radius / length)
+            length = root(self.norms(mine))
+            if length > radius:
+                mine.mul_(radius / length)
         self.share(x)
 
     def _negative(self, i: int, d: Tensor, cut: slice) -> Tensor:
@@ -367,7 +329,7 @@ class Exchange:
         piece = d[cut]
         if self._sum is None:
             return piece.neg_()
-        self._sum.form(self._starts[i] + cut.start, piece.numel(), negative=True)
+        self._sum.form(self._pieces[i][0] + cut.start, piece.numel(), negative=True)
         return piece
 
     def share(self, flat: Tensor) -> None:
@@ -382,7 +344,7 @@ class Exchange:
 
     def _parts(self, stretch: Tensor) -> list[Tensor]:
         """This node's stretch by tensor, padding left out."""
-        return [stretch[s.start - self.mine.start : s.stop - self.mine.start] for s in self.segments]
+        return [stretch[start : start + count] for start, count in self._pieces]
 
     def _blocks_of(self, node: int) -> list[int]:
         """The tensor to which each block of a node's stretch belongs."""
@@ -430,27 +392,32 @@ class Exchange:
         return value.expand(self.shapes[s.tensor]).reshape(-1)[s.start - offset : s.stop - offset].to(self.delta.device)
 
     def _swapped(self, t: int, who: Participants, loss: float) -> list[list[int]]:
-        """Everybody's header; this stretch of everybody's displacement is in `_received` then.
+        """Everybody's header; this stretch of the displacement of all who take part is in `_received` then.
 
         Another number of elements ends the run; another round or node is left out later.
         """
         part = self.wire.node in who.shares
         sums = [seen.checksum if part else 0 for seen in self._looks]
         mine = torch.tensor([t, self.wire.node, self.layout.total, int(part), _bits(loss), *sums], dtype=torch.int64)
+        nothing = self.delta[:0]
+        if not self._agreed:  # asked once, on its own: gloo ends a process that gets more than it expects
+            self._agree(t, self.wire.announce(mine, [nothing] * self.wire.nodes, [nothing] * self.wire.nodes))
+            self._agreed = True
+        outgoing = [self.delta[self.layout.stretch(k)] if part else nothing for k in range(self.wire.nodes)]
+        incoming = [row if k in who.shares else nothing for k, row in enumerate(self._received)]
+        heads = self.wire.announce(mine, outgoing, incoming)
+        self._agree(t, heads)
+        found: list[list[int]] = heads.tolist()
+        return found
 
-        def follows(k: int, head: Tensor) -> bool:
-            elements, sent = head[2:4].tolist()
-            if elements != self.layout.total:
+    def _agree(self, t: int, heads: Tensor) -> None:
+        """That everybody comes with as many elements; everybody has the same headers, so all go on, or none."""
+        for k, count in enumerate(heads[:, 2].tolist()):
+            if count != self.layout.total:
                 raise Damaged(
-                    f"Round {t}: node {k} came with {elements} elements, and {self.layout.total} were expected. "
+                    f"Round {t}: node {k} came with {count} elements, and {self.layout.total} were expected. "
                     "Restart all nodes from the last checkpoint."
                 )
-            # nobody waits for those who did not move, or whose contribution is lost
-            return bool(sent) and k in who.shares
-
-        outgoing = [self.delta[self.layout.stretch(k)] for k in range(self.wire.nodes)]
-        heads: list[list[int]] = self.wire.announce(mine, follows, outgoing, self._received).tolist()
-        return heads
 
     def _verdicts(
         self,
@@ -613,10 +580,10 @@ class _Sum:
         passes.mean([row[start : start + count] for row in self.rows], self.shares, self.whole, negative)
 
     def descended(
-        self, rule: Rule, own: Sequence[Tensor], states: Sequence[State], numbers: Numbers, starts: Sequence[int]
+        self, rule: Rule, x: Tensor, states: Sequence[State], numbers: Numbers, pieces: Sequence[tuple[int, int]]
     ) -> bool:
         """Add up and take a plain step at once, where the kernel can."""
-        return passes.descend(rule, own, states, numbers, self.rows, self.shares, self.whole, starts)
+        return passes.descend(rule, x, states, numbers, self.rows, self.shares, self.whole, pieces)
 
 
 def _negated(i: int, d: Tensor, cut: slice) -> Tensor:
@@ -637,6 +604,8 @@ def _step(
     temporary tensors of the size of a parameter; less than half the time. It is elementwise, so the bits are the same.
     """
     names = rule.state_names
+    if not own:  # a node without a stretch
+        return
     if not names or any(name not in state for state in states for name in names):
         rule.step(own, [negative(i, d, slice(0, d.numel())) for i, d in enumerate(delta)], states, numbers)
         return

@@ -332,10 +332,13 @@ class Keeper:
         mine[:3] = torch.tensor([-1 - round, across.node, step])
         for k, head in enumerate(across.gather(mine).tolist()):
             if head[0] >= 0:
-                raise RuntimeError(
+                error = RuntimeError(
                     f"Node {k} ends round {head[0]} while node {across.node} writes a checkpoint after {step} steps "
                     "of it. Call checkpoint() on every node, after the same step."
                 )
+                if across.peers is not None:  # node k waits for this node's displacement
+                    across.peers.leave(error)
+                raise error
             if (head[0], head[2]) != (-1 - round, step):
                 raise RuntimeError(
                     f"Node {k} writes a checkpoint after round {-1 - head[0]}, step {head[2]}; node {across.node} "

@@ -5,12 +5,15 @@
     mean     sum of share * displacement over the weight that counted, in node order, two roundings for each node
     descend  the outer rules avg, sgd and nesterov on the negative of that, which then need not be written
 
-The kernel takes contiguous fp32 tensors on the CPU; torch takes everything else.
+The kernel takes contiguous fp32 tensors on the CPU; torch takes everything else. `room` has large pages for what is
+large, where the system has them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import mmap
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +28,25 @@ from tailopt.rules.rule import Numbers, Rule, State, of
 from tailopt.rules.sgd import AVG, NESTEROV, SGD
 
 PIECE = 1 << 18  # elements that torch scales at once: what stays in the cache is not written back
+PAGE = 1 << 21  # bytes of a large page
+
+
+def room(count: int, dtype: torch.dtype) -> Tensor:
+    """Zeros, in large pages: looking up the addresses of small ones, twice over in a virtual machine, is not for free.
+
+    Examples:
+        >>> room(3, torch.float32)
+        tensor([0., 0., 0.])
+    """
+    size = count * dtype.itemsize
+    if size < PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(count, dtype=dtype)
+    memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory
+    start = -whole.data_ptr() % PAGE
+    return whole[start : start + size].view(dtype)
 
 
 class Look(NamedTuple):
@@ -126,30 +148,31 @@ def _mean(rows: Sequence[Tensor], shares: Sequence[float], whole: float, negativ
 
 def descend(
     rule: Rule,
-    x: Sequence[Tensor],
+    x: Tensor,
     states: Sequence[State],
     numbers: Numbers,
     rows: Sequence[Tensor],
     shares: Sequence[float],
     whole: float,
-    starts: Sequence[int],
+    pieces: Sequence[tuple[int, int]],
 ) -> bool:
-    """The outer step of x, whose i-th part lies at starts[i] of every row; False where it is torch's to do."""
+    """The outer step of pieces of flat x, (start, count) in it as in every row; False where it is torch's to do."""
     kernel, momentum = cpu.loaded(), numbers.get("momentum", 0.0)
-    lr = [1.0 if rule is AVG else of(numbers["lr"], i) for i in range(len(x))] if rule in _DESCENTS else []
+    lr = [1.0 if rule is AVG else of(numbers["lr"], i) for i in range(len(pieces))] if rule in _DESCENTS else []
     if kernel is None or not lr or any(isinstance(number, Tensor) for number in (momentum, *lr)):
         return False
     fused = _fused()
     velocities = [state["momentum_buffer"] for state in states if "momentum_buffer" in state] if momentum else []
-    if fused is None or (momentum and len(velocities) < len(x)) or not _plain([*x, *velocities, *rows]):
+    if fused is None or (momentum and len(velocities) < len(pieces)) or not _plain([x, *velocities, *rows]):
         return False
+    begin = x.data_ptr()
     kernel.descend_at(
         cpu.addresses(rows),
         array("f", shares),
         whole,
-        array("q", starts),
-        cpu.sizes(x),
-        cpu.addresses(x),
+        array("q", [start for start, _ in pieces]),
+        array("q", [count for _, count in pieces]),
+        array("Q", [begin + 4 * start for start, _ in pieces]),
         cpu.addresses(velocities) if velocities else None,
         array("f", [-one for one in lr]),
         momentum,

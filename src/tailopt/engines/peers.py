@@ -324,6 +324,11 @@ class Peers:
             "Check the network, or give init_process_group a longer timeout for slow nodes."
         ) from call.error
 
+    def leave(self, error: BaseException) -> None:
+        """Tell the others that this node ends with an error, also where its program does not: they wait for it."""
+        self._heart.leave(_failure(error))
+        self._heart.ended(LINGER)
+
     def _accuse(self, node: int, reason: str, cause: BaseException | None = None) -> None:
         """Post a verdict, and end with it, or with that of a node that was faster."""
         heart = self._heart

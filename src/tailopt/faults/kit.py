@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -103,7 +103,7 @@ class Duplicate(Fault):
 
 @dataclass(frozen=True)
 class Drop(Fault):
-    """The contribution is lost: the header says that nothing follows, and nothing does."""
+    """The contribution is lost: the header says so, and nobody looks at what follows it."""
 
     def header(self, mine: Tensor, nodes: int) -> Tensor:
         """Without a contribution."""
@@ -225,16 +225,10 @@ class _FaultyWire(Wire):
 
     faults: Sequence[Fault] = ()
 
-    def announce(
-        self,
-        head: Tensor,
-        follows: Callable[[int, Tensor], bool],
-        outgoing: Sequence[Tensor],
-        incoming: Sequence[Tensor],
-    ) -> Tensor:
+    def announce(self, head: Tensor, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Tensor:
         for fault in self.faults:
             head, outgoing = fault.header(head, self.nodes), fault.shards(outgoing, self.node)
-        return super().announce(head, follows, outgoing, incoming)
+        return super().announce(head, outgoing, incoming)
 
 
 @torch.no_grad()

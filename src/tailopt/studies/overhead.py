@@ -16,7 +16,7 @@ import multiprocessing
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -156,29 +156,21 @@ class _Counting(Wire):
     received = 0
 
     def gather(self, mine: Tensor) -> Tensor:
-        self.sent += mine.nbytes * (self.nodes - 1)
-        self.received += mine.nbytes * (self.nodes - 1)
+        self._count([mine] * self.nodes, [mine] * self.nodes)
         return super().gather(mine)
 
-    def announce(
-        self,
-        head: Tensor,
-        follows: Callable[[int, Tensor], bool],
-        outgoing: Sequence[Tensor],
-        incoming: Sequence[Tensor],
-    ) -> Tensor:
-        heads = super().announce(head, follows, outgoing, incoming)
-        others = [k for k in range(self.nodes) if k != self.node]
-        self.sent += head.nbytes * len(others)
-        self.received += head.nbytes * len(others)
-        self.sent += sum(outgoing[k].nbytes for k in others) if follows(self.node, head) else 0
-        self.received += sum(incoming[k].nbytes for k in others if follows(k, heads[k]))
-        return heads
+    def announce(self, head: Tensor, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Tensor:
+        self._count([head] * self.nodes, [head] * self.nodes)
+        self._count(outgoing, incoming)
+        return super().announce(head, outgoing, incoming)
 
     def swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        self._count(outgoing, incoming)
+        super().swap(outgoing, incoming)
+
+    def _count(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         self.sent += sum(t.nbytes for k, t in enumerate(outgoing) if k != self.node)
         self.received += sum(t.nbytes for k, t in enumerate(incoming) if k != self.node)
-        super().swap(outgoing, incoming)
 
 
 def _count(optimizer: NestedOptimizer) -> _Counting:
