@@ -313,10 +313,7 @@ class Exchange:
             by_tensor = numbers.get("scope") == "tensor"
             more["norm"] = [root([squares[s.tensor]]) for s in self.segments] if by_tensor else root(squares)
         mine, by_segment = x[self.mine], {**self._by_segment(numbers), **more}
-        done = not states or (
-            self._sum is not None and self._sum.descended(rule, mine, states, by_segment, self._pieces)
-        )
-        if not done:
+        if self._sum is None or not self._sum.descended(rule, mine, states, by_segment, self._pieces):
             _step(rule, self.cut(x), self._parts(self.mean), states, by_segment, self._negative)
         if radius is not None:
             length = root(self.norms(mine))
