@@ -125,7 +125,8 @@ def train(rank: int, job: Job, told: Callable[[], None]) -> Answer:
                 p.grad.fill_(float("nan"))
         place["position"] += 1
         opt.step()
-        if job.get("often") and place["position"] % job["often"] == 0 and rank in job.get("callers", [rank]):
+        often = job["each"][rank] if "each" in job else job.get("often")
+        if often and place["position"] % often == 0:
             opt.checkpoint({**place, "one more": {1} if job.get("strange") == rank else torch.tensor([rank])})
         told()
         if place["position"] == job.get("hold"):
@@ -502,14 +503,11 @@ def test_what_cannot_be_is_said_on_every_node(server: Server, tmp_path: Path) ->
     assert other is not None
     assert all("cannot be resumed with another seed: it is 0" in answer["error"] for answer in other), other
 
-    one = server.go(tmp_path / "out", "adam2", nodes=2, run=str(tmp_path / "one"), often=2, callers=[0])
-    assert one is not None
-    assert "Call checkpoint() on every node, after the same step" in one[0]["error"]
-    assert "node 0" in one[1]["error"].lower()
-    late = server.go(tmp_path / "out", "adam2", nodes=2, run=str(tmp_path / "late"), often=STEPS + 1, callers=[0])
-    assert late is not None
-    for answer in late:  # in later rounds a node that waits for the displacement is told why it does not come
-        assert "Call checkpoint() on every node, after the same step" in answer["error"], late
+    # in the first round, and in a later one, where nodes wait for displacements at once
+    for each in ([2, None], [STEPS + 1, None], [STEPS + 1, STEPS + 2, None]):
+        run = str(tmp_path / f"{each}")
+        for answer in server.go(tmp_path / "out", "adam2", nodes=len(each), run=run, each=each) or [{}]:
+            assert "Call checkpoint() on every node, after the same step" in answer["error"], (each, answer)
 
     strange = server.go(tmp_path / "out", "adam2", nodes=2, run=str(tmp_path / "strange"), often=2, strange=1)
     assert strange is not None

@@ -11,7 +11,6 @@ import re
 import select
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -112,6 +111,10 @@ def disagree(node: int) -> dict[str, Any]:
             optimizer(model(), schedules=None if both[node] is None else {"ilr": both[node]})
         except Disagreement as error:
             said[what] = str(error)
+    try:
+        optimizer(model(), participation=lambda t, source: [0] if (t, node) == (2, 1) else [0, 1])
+    except Disagreement as error:
+        said["chooser"] = str(error)
     torch.set_num_threads(1 + node)
     try:
         optimizer(model(), exact=True)
@@ -130,15 +133,13 @@ def disagree(node: int) -> dict[str, Any]:
 
 
 def costs(watched: Wire) -> list[float]:
-    """Seconds of a small exchange, watched and not."""
-    bare, small, found = Wire.of(), torch.zeros(8), []
-    for wire in (bare, watched):
-        times = []
-        for _ in range(200):
+    """Seconds of a small exchange, not watched and watched: the least of many, in turns, since machines are busy."""
+    wires, small, found = (Wire.of(), watched), torch.zeros(8), [float("inf")] * 2
+    for _ in range(200):
+        for k, wire in enumerate(wires):
             begun = time.perf_counter()
             wire.gather(small)
-            times.append(time.perf_counter() - begun)
-        found.append(statistics.median(times))
+            found[k] = min(found[k], time.perf_counter() - begun)
     return found
 
 
@@ -317,6 +318,11 @@ def test_schedules_are_compared_beyond_the_first_round(what: str, disagreed: lis
         assert re.search(rf"Node 1 disagrees with node 0 on {SCHEDULES[what][2]}", said[what]), said[what]
 
 
+def test_functions_that_choose_are_compared_by_whom_they_choose(disagreed: list[dict[str, Any]]) -> None:
+    for said in disagreed:
+        assert said["chooser"].startswith("Node 1 disagrees with node 0 on participants, round 2"), said["chooser"]
+
+
 def test_other_threads_are_warned_of_once_and_refused_where_bits_count(disagreed: list[dict[str, Any]]) -> None:
     for said in disagreed:
         assert "environment, threads: it has 2, and node 0 has 1" in said["environment"]
@@ -333,7 +339,7 @@ def test_after_all_that_nodes_that_agree_still_train(disagreed: list[dict[str, A
 def test_watching_costs_less_than_a_millisecond(disagreed: list[dict[str, Any]]) -> None:
     for said in disagreed:
         bare, watched = said["costs"]
-        assert watched - bare < max(1e-3, 2 * bare)  # a bare one takes 0.1 ms, unless the machine is busy
+        assert watched - bare < 1e-3  # a bare one takes 0.1 ms
 
 
 def test_a_group_that_carries_no_tensors_of_the_cpu_gets_one_beside_it(

@@ -55,6 +55,8 @@ from tailopt.rules.biclip import BICLIP
 from tailopt.rules.l2clip import BICLIP_L2
 from tailopt.rules.rule import Numbers, Rule, State
 
+COMPARED = 8  # rounds of which nodes tell each other whom a function chooses
+
 
 class Node:
     """This process as a node: its parameters, the synchronised weights, its part of the outer state."""
@@ -62,7 +64,7 @@ class Node:
     def __init__(self, wire: Wire, names: Sequence[str], params: Sequence[Tensor], buffers: Buffers | None) -> None:
         self.params = list(params)
         self.buffers = buffers
-        self._plain = not any(is_dtensor(p) or p.is_complex() for p in self.params)
+        self._simple = not any(is_dtensor(p) or p.is_complex() for p in self.params)
         own = self.local()
         shapes, kinds = [p.shape for p in own], [p.dtype for p in own]
         self.exchange = Exchange(wire, list(names), shapes, kinds, _shards(wire.group, self.params), self.params)
@@ -77,7 +79,7 @@ class Node:
 
     def local(self) -> list[Tensor]:
         """This rank's part of every parameter, as real tensors that share its memory."""
-        if self._plain:  # once a round: small models notice
+        if self._simple:  # asked for once a round: small models notice
             return [p.detach() for p in self.params]
         return [real(_local(p)) for p in self.params]
 
@@ -347,7 +349,7 @@ class NestedOptimizer(Optimizer):
         self._sampling = Sampling((), how_many(wire.nodes, participation, participants), sampling, seed)
         self.rounds = rounds
         if self._peers is not None:  # before the first collective: gloo ends the process where sizes differ
-            self._peers.agree(self._facts(names, params, held, average), exact)
+            self._peers.agree(self._facts(wire.nodes, names, params, held, average), exact)
         weights = wire.gather(torch.tensor([float(weight)], dtype=torch.float64)).reshape(-1).tolist()
         self._sampling = replace(self._sampling, weights=checked_weights(weights, wire.nodes))
         robust.chosen(aggregate, self._sampling.weights, sampling)
@@ -369,7 +371,7 @@ class NestedOptimizer(Optimizer):
         self._brought = None
 
     def _facts(
-        self, names: Sequence[str], params: Sequence[Tensor], buffers: Buffers | None, average: bool
+        self, nodes: int, names: Sequence[str], params: Sequence[Tensor], buffers: Buffers | None, average: bool
     ) -> dict[str, Any]:
         """What must be the same on all nodes."""
         algorithm, settings = self._algorithm, self._settings
@@ -387,7 +389,7 @@ class NestedOptimizer(Optimizer):
             "local_steps": self.local_steps,
             "rounds": self.rounds,
             "schedules": {} if settings is None else settings.scheduled(self.rounds, self.local_steps),
-            "participants": self._sampling.count,
+            "participants": self._sampling.compared(nodes, min(self.rounds or COMPARED, COMPARED)),
             "sampling": self._sampling.kind,
             "seed": self._sampling.seed,
             "projection": self._projection,

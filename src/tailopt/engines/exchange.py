@@ -4,11 +4,14 @@ Each node owns a stretch of the flat buffer. It receives that stretch of every n
 judges it; verdicts are exchanged, so that an exclusion is unanimous; then it adds up in ascending node order, takes the
 outer step on its stretch (the outer state lives there too), and sends the new weights back:
 
-    header      round, node, weight, elements, a checksum of every stretch      to everybody
+    header      round, node, elements, loss, a checksum of every stretch        to everybody
     shards      stretch k of my displacement to node k                          right behind it, point to point
     verdicts    damaged, not finite, beyond the bound: about every node         to everybody
     sum, step   my stretch: weighted mean, outer rule, projection               no traffic, but for norms
     weights     my stretch to everybody                                         point to point
+
+Before the first of them the header goes alone, to see that all have as many elements. A checkpoint begins with a
+message like a header, whose round is negative: a node that writes one while others end a round is found out.
 
 Stretches are cut at the blocks over which norms are summed, so the bits are those of the simulation, and depend on
 neither the number of nodes nor the topology.
@@ -43,6 +46,7 @@ from tailopt.rules.rule import Numbers, Rule, State, of
 
 PIECE = 4 * BLOCK  # elements: an outer rule's four arrays of them fit the cache of a core
 MESSAGE = 1 << 20  # elements, about: smaller ones cost turns, larger ones make others wait
+ALIKE = "Call checkpoint() on every node, after the same step."
 ALIGNMENT = 16  # elements: a cache line of fp32, and an even count, so that checksums can read pairs
 
 
@@ -157,7 +161,7 @@ class Wire:
         return out, list(out.view(self.nodes, -1).unbind(0))
 
     def _swap(self, *turns: tuple[Sequence[Tensor], Sequence[Tensor]]) -> None:
-        """One after another, but all at once: (outgoing, incoming)."""
+        """Several (outgoing, incoming), all under way at once; between two nodes they keep this order."""
         others = [(self.node + k) % self.nodes for k in range(1, self.nodes)]  # not everybody turns to the same first
         # all that is expected before anything is sent: gloo's thread receives then while this one sends, and what
         # finds nobody waiting would first have to ask
@@ -398,23 +402,24 @@ class Exchange:
         mine = torch.tensor([t, self.wire.node, self.layout.total, int(part), _bits(loss), *sums], dtype=torch.int64)
         nothing = self.delta[:0]
         if not self._agreed:  # asked once, on its own: gloo ends a process that gets more than it expects
-            self._agree(t, self.wire.announce(mine, [nothing] * self.wire.nodes, [nothing] * self.wire.nodes))
+            self._agree(t, self.wire.gather(mine))
             self._agreed = True
         outgoing = [self.delta[self.layout.stretch(k)] if part else nothing for k in range(self.wire.nodes)]
         incoming = [row if k in who.shares else nothing for k, row in enumerate(self._received)]
-        heads = self.wire.announce(mine, outgoing, incoming)
-        self._agree(t, heads)
-        found: list[list[int]] = heads.tolist()
-        return found
+        return self._agree(t, self.wire.announce(mine, outgoing, incoming))
 
-    def _agree(self, t: int, heads: Tensor) -> None:
-        """That everybody comes with as many elements; everybody has the same headers, so all go on, or none."""
-        for k, count in enumerate(heads[:, 2].tolist()):
+    def _agree(self, t: int, heads: Tensor) -> list[list[int]]:
+        """The headers, where all nodes end a round, and came with as many elements; nothing of them is used else."""
+        found: list[list[int]] = heads.tolist()
+        for k, (at, _, count, *_) in enumerate(found):
+            if at < 0:
+                raise Damaged(f"Node {k} writes a checkpoint while node {self.wire.node} ends round {t}. {ALIKE}")
             if count != self.layout.total:
                 raise Damaged(
                     f"Round {t}: node {k} came with {count} elements, and {self.layout.total} were expected. "
                     "Restart all nodes from the last checkpoint."
                 )
+        return found
 
     def _verdicts(
         self,

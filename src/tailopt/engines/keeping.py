@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from tailopt.algorithms import Algorithm
 from tailopt.clipping.shards import is_dtensor
-from tailopt.engines.exchange import Wire
+from tailopt.engines.exchange import ALIKE, Wire
 from tailopt.records import checkpoints, together
 from tailopt.records.checkpoints import DamagedCheckpoint, Snapshot
 from tailopt.records.folder import Run, is_run, opened, storable
@@ -330,20 +330,16 @@ class Keeper:
         across = self.crew.across
         mine = torch.zeros(5 + across.nodes, dtype=torch.int64)
         mine[:3] = torch.tensor([-1 - round, across.node, step])
-        for k, head in enumerate(across.gather(mine).tolist()):
-            if head[0] >= 0:
-                error = RuntimeError(
-                    f"Node {k} ends round {head[0]} while node {across.node} writes a checkpoint after {step} steps "
-                    "of it. Call checkpoint() on every node, after the same step."
-                )
-                if across.peers is not None:  # node k waits for this node's displacement
-                    across.peers.leave(error)
-                raise error
-            if (head[0], head[2]) != (-1 - round, step):
-                raise RuntimeError(
-                    f"Node {k} writes a checkpoint after round {-1 - head[0]}, step {head[2]}; node {across.node} "
-                    f"after round {round}, step {step}. Call checkpoint() on every node, after the same step."
-                )
+        for k, (at, _, taken, *_) in enumerate(across.gather(mine).tolist()):
+            if (at, taken) == (-1 - round, step):
+                continue
+            said = f"ends round {at}" if at >= 0 else f"writes a checkpoint after round {-1 - at}, step {taken}"
+            error = RuntimeError(
+                f"Node {k} {said}; node {across.node} writes a checkpoint after round {round}, step {step}. {ALIKE}"
+            )
+            if across.peers is not None:  # who ends a round waits for this node's displacement
+                across.peers.leave(error)
+            raise error
 
     def _failed(self, answers: Sequence[_Answer]) -> str | None:
         """Who failed, in words; None where nobody did."""

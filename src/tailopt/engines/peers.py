@@ -217,6 +217,7 @@ class Peers:
         self.timeout = float(timeout)
         self.round = 0
         self.environments: list[dict[str, Any]] = []
+        self._failed: RuntimeError | None = None
         whole = _DIST.distributed_c10d._get_process_group_store(dist.group.WORLD)
         self._keeper, self._keeps = _keeper(whole)
         self._worker, heart = _SHARED.get(group) or (Worker(), None)
@@ -290,6 +291,8 @@ class Peers:
 
     def check(self) -> None:
         """Raise `NodeLost` if a node is known to be gone: for local steps, between exchanges."""
+        if self._failed is not None:
+            raise self._failed
         heart = self._heart
         if heart.verdict is not None:
             self._end(heart.verdict)
@@ -324,8 +327,9 @@ class Peers:
             "Check the network, or give init_process_group a longer timeout for slow nodes."
         ) from call.error
 
-    def leave(self, error: BaseException) -> None:
-        """Tell the others that this node ends with an error, also where its program does not: they wait for it."""
+    def leave(self, error: RuntimeError) -> None:
+        """Tell the others now that this node failed, even if its program goes on; it takes part in nothing then."""
+        self._failed = error
         self._heart.leave(_failure(error))
         self._heart.ended(LINGER)
 

@@ -60,6 +60,12 @@ class Sampling:
             shares_of[i] = own[drawn.index(i)] * drawn.count(i) / total
         return Participants(drawn, shares_of)
 
+    def compared(self, nodes: int, rounds: int) -> int | dict[str, list[int]]:
+        """`count` as real nodes compare it: a function by whom it chooses in so many rounds."""
+        if not callable(self.count):
+            return self.count
+        return {f"round {t}": self._drawn(t, nodes) for t in range(1, rounds + 1)}
+
     def _drawn(self, t: int, n: int) -> list[int]:
         source = generator(self.seed, "participants", t)
         if callable(self.count):

@@ -156,19 +156,19 @@ class _Counting(Wire):
     received = 0
 
     def gather(self, mine: Tensor) -> Tensor:
-        self._count([mine] * self.nodes, [mine] * self.nodes)
+        self._add([mine] * self.nodes, [mine] * self.nodes)
         return super().gather(mine)
 
     def announce(self, head: Tensor, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Tensor:
-        self._count([head] * self.nodes, [head] * self.nodes)
-        self._count(outgoing, incoming)
+        self._add([head] * self.nodes, [head] * self.nodes)
+        self._add(outgoing, incoming)
         return super().announce(head, outgoing, incoming)
 
     def swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        self._count(outgoing, incoming)
+        self._add(outgoing, incoming)
         super().swap(outgoing, incoming)
 
-    def _count(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+    def _add(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         self.sent += sum(t.nbytes for k, t in enumerate(outgoing) if k != self.node)
         self.received += sum(t.nbytes for k, t in enumerate(incoming) if k != self.node)
 
