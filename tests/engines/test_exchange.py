@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -16,6 +19,7 @@ from hypothesis import strategies as st
 
 from tailopt.engines.exchange import ALIGNMENT, Damaged, Exchange, Layout, Wire
 from tailopt.rounds.blocks import BLOCK
+from tailopt.rounds.guard import Bound
 from tailopt.rounds.participants import Sampling
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +44,46 @@ def test_every_element_belongs_to_one_node(sizes: list[int], nodes: int) -> None
     parts = layout.views(seen, [torch.Size([size]) for size in sizes])
     assert all(bool((part == 1).all()) for part in parts)
     assert int(seen.sum()) == sum(sizes)  # padding belongs to nobody
+
+
+class Altered(Wire):
+    """Alone, with a header that comes back as another."""
+
+    change: tuple[int, int] | None = None
+
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        return mine.unsqueeze(0)
+
+    def announce(self, head: torch.Tensor, outgoing: Any, incoming: Any) -> torch.Tensor:
+        heads = head.clone().unsqueeze(0)
+        if self.change is not None:
+            at, value = self.change
+            heads[0, at] = value
+        return heads
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (None, None),
+        ((3, 0), "dropped"),  # a contribution that is lost is none that is wrong
+        ((0, -2), r"Node 0 writes a checkpoint while node 0 ends round 1. Call checkpoint\(\) on every node"),
+        ((2, 31), "Round 1: node 0 came with 31 elements, and 32 were expected"),
+        ((4, struct.unpack("<q", struct.pack("<d", 0.5))[0]), "came with a weight of 0.5, and 1 was expected"),
+    ],
+)
+def test_headers_that_end_a_run(change: tuple[int, int] | None, said: str | None) -> None:
+    wire = Altered(None, 0, 1)  # type: ignore[arg-type]
+    exchange, x = Exchange(wire, ["w"], [torch.Size([30])], [torch.float32]), torch.zeros(32)
+    exchange.moved([torch.ones(30)], x)
+    who = Sampling((1.0,), 1, "uniform", 0).draw(1)
+    wire.change = change
+    if said is None or said == "dropped":
+        report, _ = exchange.close(1, who, x, {}, {0: Bound(None)}, 0.0)
+        assert [e.reason for e in report.excluded] == ([said] if said else [])
+    else:
+        with pytest.raises(Damaged, match=said):
+            exchange.close(1, who, x, {}, {0: Bound(None)}, 0.0)
 
 
 def main(rank: int, store: str, out: str) -> None:

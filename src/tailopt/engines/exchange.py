@@ -4,11 +4,11 @@ Each node owns a stretch of the flat buffer. It receives that stretch of every n
 judges it; verdicts are exchanged, so that an exclusion is unanimous; then it adds up in ascending node order, takes the
 outer step on its stretch (the outer state lives there too), and sends the new weights back:
 
-    header      round, node, elements, loss, a checksum of every stretch        to everybody
-    shards      stretch k of my displacement to node k                          right behind it, point to point
-    verdicts    damaged, not finite, beyond the bound: about every node         to everybody
-    sum, step   my stretch: weighted mean, outer rule, projection               no traffic, but for norms
-    weights     my stretch to everybody                                         point to point
+    header      round, node, elements, weight, loss, a checksum of every stretch    to everybody
+    shards      stretch k of my displacement to node k                              right behind it, point to point
+    verdicts    damaged, not finite, beyond the bound: about every node             to everybody
+    sum, step   my stretch: weighted mean, outer rule, projection                   no traffic, but for norms
+    weights     my stretch to everybody                                             point to point
 
 Before the first of them the header goes alone, to see that all have as many elements. A checkpoint begins with a
 message like a header, whose round is negative: a node that writes one while others end a round is found out.
@@ -46,6 +46,7 @@ from tailopt.rules.rule import Numbers, Rule, State, of
 
 PIECE = 4 * BLOCK  # elements: an outer rule's four arrays of them fit the cache of a core
 MESSAGE = 1 << 20  # elements, about: smaller ones cost turns, larger ones make others wait
+HEADER = 6  # numbers of a header before the checksums
 ALIKE = "Call checkpoint() on every node, after the same step."
 ALIGNMENT = 16  # elements: a cache line of fp32, and an even count, so that checksums can read pairs
 
@@ -275,7 +276,7 @@ class Exchange:
                 report.excluded.append(verdicts[node])
             else:
                 report.used[node] = share
-                report.losses[node] = _float(heads[node][4])
+                report.losses[node] = _float(heads[node][5])
         if aggregate is not None and report.used:
             self._leave_out_outliers(report, aggregate)
         if not any(report.used.values()):
@@ -397,28 +398,31 @@ class Exchange:
 
         Another number of elements ends the run; another round or node is left out later.
         """
-        part = self.wire.node in who.shares
+        part, share = self.wire.node in who.shares, who.shares.get(self.wire.node, 0.0)
         sums = [seen.checksum if part else 0 for seen in self._looks]
-        mine = torch.tensor([t, self.wire.node, self.layout.total, int(part), _bits(loss), *sums], dtype=torch.int64)
-        nothing = self.delta[:0]
+        head = [t, self.wire.node, self.layout.total, int(part), _bits(share), _bits(loss), *sums]
+        mine, nothing = torch.tensor(head, dtype=torch.int64), self.delta[:0]
         if not self._agreed:  # asked once, on its own: gloo ends a process that gets more than it expects
-            self._agree(t, self.wire.gather(mine))
+            self._agree(t, who, self.wire.gather(mine))
             self._agreed = True
         outgoing = [self.delta[self.layout.stretch(k)] if part else nothing for k in range(self.wire.nodes)]
         incoming = [row if k in who.shares else nothing for k, row in enumerate(self._received)]
-        return self._agree(t, self.wire.announce(mine, outgoing, incoming))
+        return self._agree(t, who, self.wire.announce(mine, outgoing, incoming))
 
-    def _agree(self, t: int, heads: Tensor) -> list[list[int]]:
-        """The headers, where all nodes end a round, and came with as many elements; nothing of them is used else."""
+    def _agree(self, t: int, who: Participants, heads: Tensor) -> list[list[int]]:
+        """The headers, where all nodes end a round, with as many elements and the weights that this node knows."""
         found: list[list[int]] = heads.tolist()
-        for k, (at, _, count, *_) in enumerate(found):
+        for k, (at, _, count, _, weight, *_) in enumerate(found):
             if at < 0:
                 raise Damaged(f"Node {k} writes a checkpoint while node {self.wire.node} ends round {t}. {ALIKE}")
+            share = who.shares.get(k, 0.0)
             if count != self.layout.total:
-                raise Damaged(
-                    f"Round {t}: node {k} came with {count} elements, and {self.layout.total} were expected. "
-                    "Restart all nodes from the last checkpoint."
-                )
+                wrong = f"{count} elements, and {self.layout.total} were expected"
+            elif weight != _bits(share):
+                wrong = f"a weight of {_float(weight):g}, and {share:g} was expected"
+            else:
+                continue
+            raise Damaged(f"Round {t}: node {k} came with {wrong}. Restart all nodes from the last checkpoint.")
         return found
 
     def _verdicts(
@@ -446,7 +450,7 @@ class Exchange:
                 mine[node] = torch.tensor(wrong, dtype=torch.float64)
                 continue
             seen = self._looks[node] if node == self.wire.node else passes.look(row)
-            if node != self.wire.node and seen.checksum != heads[node][5 + self.wire.node]:
+            if node != self.wire.node and seen.checksum != heads[node][HEADER + self.wire.node]:
                 mine[node] = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
                 continue
             if not guard:

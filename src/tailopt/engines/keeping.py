@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from tailopt.algorithms import Algorithm
 from tailopt.clipping.shards import is_dtensor
-from tailopt.engines.exchange import ALIKE, Wire
+from tailopt.engines.exchange import ALIKE, HEADER, Wire
 from tailopt.records import checkpoints, together
 from tailopt.records.checkpoints import DamagedCheckpoint, Snapshot
 from tailopt.records.folder import Run, is_run, opened, storable
@@ -328,7 +328,7 @@ class Keeper:
         Messages of different lengths would end the processes without a word.
         """
         across = self.crew.across
-        mine = torch.zeros(5 + across.nodes, dtype=torch.int64)
+        mine = torch.zeros(HEADER + across.nodes, dtype=torch.int64)
         mine[:3] = torch.tensor([-1 - round, across.node, step])
         for k, (at, _, taken, *_) in enumerate(across.gather(mine).tolist()):
             if (at, taken) == (-1 - round, step):
