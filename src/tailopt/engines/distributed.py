@@ -79,7 +79,7 @@ class Node:
 
     def local(self) -> list[Tensor]:
         """This rank's part of every parameter, as real tensors that share its memory."""
-        if self._simple:  # asked for once a round: small models notice
+        if self._simple:  # asked for twice a round: small models notice
             return [p.detach() for p in self.params]
         return [real(_local(p)) for p in self.params]
 
@@ -135,9 +135,9 @@ class Node:
         send: the outer second moment travels with the weights. With on_drop "keep", what this node had is set aside
         where its contribution was lost.
         """
-        exchange, own = self.exchange, self.local()
+        exchange = self.exchange
         if exchange.wire.node in who.shares:
-            exchange.moved(own, self.x)
+            exchange.moved(self.local(), self.x)
         report, mean = exchange.close(
             self.round + 1, who, self.x, self._buffers(), limits, loss, guard, self._before, aggregate
         )
@@ -152,7 +152,7 @@ class Node:
         if self.average is not None:
             self.average[exchange.mine].lerp_(self.x[exchange.mine], 2.0 / (self.round + 1))
         self._load_buffers(mean)
-        torch._foreach_copy_(own, self._views)
+        self.load()
         return report
 
     second_moment: Tensor | None = None
