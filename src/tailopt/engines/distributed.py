@@ -458,9 +458,11 @@ class NestedOptimizer(Optimizer):
         if self._settings is not None:
             for group in self.optimizer.param_groups:
                 group.update(self._settings.inner(t, self._taken[self.node.exchange.wire.node] + len(self._done)))
-        self._done.append(self._numbers())
+        numbers = self._numbers()
         loss = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
-        if len(self._done) == self.local_steps:
+        # only now: a step that raised is no step, and a caller who catches that goes on in the same round
+        self._done.append(numbers)
+        if len(self._done) >= self.local_steps:
             self._close()
             self._await_own_round()
         return loss
