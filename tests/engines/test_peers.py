@@ -153,7 +153,7 @@ def train(node: int, what: str) -> None:
         tailopt.NestedOptimizer(inner, local_steps=2, model=net, timeout=TIMEOUT)
     opt = optimizer(net, rounds=None, timeout=SHORT if what == "absent" else TIMEOUT)
     steps(net, opt, 4)
-    print("ready", flush=True)
+    say("ready")
     if what == "raises" and node == 1:
         raise ArithmeticError("the data of this node are gone")
     if what == "leaves" and node == 1:
@@ -169,6 +169,12 @@ def train(node: int, what: str) -> None:
         raise
 
 
+def say(text: str) -> None:
+    """A line in one write: `print` takes several under torchrun, and the lines of two nodes run into each other."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 def main(what: str) -> None:
     torch.set_num_threads(1)
     # NCCL's group has no backend for tensors of the CPU either
@@ -176,7 +182,7 @@ def main(what: str) -> None:
     node = dist.get_rank()
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     if start is not None:
-        print(f"start {start} of node {node}", flush=True)
+        say(f"start {start} of node {node}")
         what = "raises" if start == "0" else "rounds"
     if what == "disagree":
         print(json.dumps(disagree(node)), flush=True)
@@ -185,7 +191,7 @@ def main(what: str) -> None:
         net = model()
         opt = optimizer(net)
         steps(net, opt, 6)
-        print("trained", len(opt.history), flush=True)
+        say(f"trained {len(opt.history)}")
     elif what != "connect":
         train(node, what)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import datetime
 import hashlib
 import json
 import logging
@@ -23,11 +22,9 @@ import os
 import platform
 import queue
 import re
-import socket
 import sys
 import threading
 import time
-import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -38,8 +35,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tailopt.engines.rendezvous import (
+    Disagreement,
+    NodeLost,
+    Store,
+    absent_nodes,
+    agent_serves,
+    awaited,
+    connect,
+    first_line,
+    turn_of,
+)
+
+__all__ = ["Disagreement", "NodeLost", "Peers", "connect", "described", "difference", "on_cpu", "shape"]
+
 T = TypeVar("T")
-Store = Any  # torch does not export the types of its stores
 _DIST: Any = dist
 
 BEAT = 1.0  # between two signs of life
@@ -50,19 +60,6 @@ GRACE = 4.0  # from NodeLost to the end of the process
 LEAST = 3.0  # the shortest timeout: a few beats
 ENVIRONMENT = "environment"
 _WORDS = re.compile("connection|timed out|timeout|peer|socket|broken pipe|pair", re.IGNORECASE)
-_SELF = f"{uuid.uuid4().hex}"
-
-
-class NodeLost(RuntimeError):
-    """A node is gone; the message names it and the round. The process ends a few seconds later, whoever catches this.
-
-    gloo never lets go of the thread that waits for the node, so an orderly end is impossible: `GRACE` seconds after the
-    error was raised, or at the end of the program if that comes first, the process exits with status 1.
-    """
-
-
-class Disagreement(RuntimeError):
-    """The nodes were not started with the same model, algorithm or settings; the message has node, fact and values."""
 
 
 class Heart:
@@ -119,7 +116,7 @@ class Heart:
             try:
                 self._poll()
             except Exception as error:  # of the store, whatever its kind: a DistError, or a plain RuntimeError
-                self.broken = _first_line(error)
+                self.broken = first_line(error)
             if last:
                 return
 
@@ -229,7 +226,7 @@ class Peers:
 
         def come() -> Heart:
             connection = whole.clone()
-            turn = _turn(_DIST.PrefixStore(prefix, connection), self.node)
+            turn = turn_of(_DIST.PrefixStore(prefix, connection), self.node)
             self._worker.store = _DIST.PrefixStore(f"{prefix}/{turn}", connection)
             return Heart(whole, prefix, turn, self.node, self.nodes)
 
@@ -238,7 +235,7 @@ class Peers:
         if isinstance(call.error, Disagreement):
             raise call.error
         if not done or call.error is not None:
-            reason = _first_line(call.error) if call.error else f"no answer for {self.timeout:g} s"
+            reason = first_line(call.error) if call.error else f"no answer for {self.timeout:g} s"
             raise NodeLost(f"{self._keeper} cannot be reached: {reason}. Start all nodes anew.") from call.error
         heart: Heart = call.value
         _SHARED[group] = (self._worker, heart)
@@ -274,16 +271,16 @@ class Peers:
         store = self._worker.store
         number = store.add(f"made/{self.node}", 1)  # several optimizers, one after another, on every node alike
         store.set(f"facts/{number}/{self.node}", text)
-        missing = _awaited(store, f"facts/{number}", self.nodes, self.timeout)
+        missing = awaited(store, f"facts/{number}", range(self.nodes), self.timeout)
         if missing:
-            raise NodeLost(_absent(missing, self.nodes, self.timeout))
+            raise NodeLost(absent_nodes(missing, self.nodes, self.timeout))
         found = [json.loads(store.get(f"facts/{number}/{k}")) for k in range(self.nodes)]
 
         def ready() -> None:
             # one that ends at once might take the store with it
             with contextlib.suppress(RuntimeError):
                 store.set(f"read/{number}/{self.node}", "")
-                _awaited(store, f"read/{number}", self.nodes, LINGER)
+                awaited(store, f"read/{number}", range(self.nodes), LINGER)
 
         return found, ready
 
@@ -323,7 +320,7 @@ class Peers:
             vigil.look(closed=call.error, watch=True)
             time.sleep(HURRY)
         raise NodeLost(
-            f"A connection failed {_when(self.round)}, though all nodes show signs of life: {_first_line(call.error)}. "
+            f"A connection failed {_when(self.round)}, though all nodes show signs of life: {first_line(call.error)}. "
             "Check the network, or give init_process_group a longer timeout for slow nodes."
         ) from call.error
 
@@ -407,39 +404,6 @@ class _Vigil:
         if worst is not None and ages[worst] > most:
             reason = f"no sign of life for {most:g} s"
             self.peers._accuse(worst, reason if closed is None else f"its connection is closed, and {reason}", closed)
-
-
-def connect(timeout: float = 60.0, backend: str = "gloo") -> None:
-    """`torch.distributed.init_process_group` under torchrun, with a roll call first: whoever is missing is named.
-
-    Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them. Where torchrun starts the nodes anew
-    (`--max-restarts`) and keeps its store, as it does by default, gloo would otherwise find the addresses of the dead.
-
-    Raises:
-        NodeLost: the store does not answer, or not all nodes come, within the timeout.
-        Disagreement: another process is this node already.
-    """
-    found = {key: os.environ.get(key) for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    absent = [key for key, value in found.items() if not value]
-    if absent:
-        raise ValueError(f"Invalid environment: {', '.join(absent)} not set. Start every node with torchrun.")
-    rank, nodes, port = (int(found[key] or 0) for key in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    host, serves = found["MASTER_ADDR"] or "", rank == 0 and not _agent()
-    limit = datetime.timedelta(seconds=timeout)
-    try:
-        if not serves:
-            _knock(host, port, timeout)
-        whole = _DIST.TCPStore(host, port, None, serves, limit, wait_for_workers=False, multi_tenant=serves)
-    except (RuntimeError, OSError) as error:
-        what = "be opened: does node 0 run already?" if serves else "be reached. Is node 0 running, and the port open?"
-        raise NodeLost(f"The store at {host}:{port} cannot {what} (waited {timeout:g} s)") from error
-    store = _DIST.PrefixStore("roll call", whole)
-    turn = _turn(store, rank)
-    store.set(f"{turn}/{rank}", "here")
-    missing = _awaited(store, str(turn), nodes, timeout)
-    if missing:
-        raise NodeLost(_absent(missing, nodes, timeout))
-    dist.init_process_group(backend, store=_DIST.PrefixStore(f"group {turn}", whole), rank=rank, world_size=nodes)
 
 
 def on_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -549,64 +513,6 @@ def _when(round: int) -> str:
     return f"in round {round}" if round else "before the first round"
 
 
-def _turn(store: Store, node: int) -> int:
-    """How often this node has come to this store: torchrun may keep it for the nodes that it starts anew.
-
-    A second process that is this node at the same time is refused.
-    """
-    own = f"process {os.getpid()} on {socket.gethostname()} ({_SELF})"
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    there = store.compare_set(f"who/{node}/{start}", "", own).decode()
-    if there != own:
-        first, second = (text.rpartition(" (")[0] for text in (there, own))
-        raise Disagreement(
-            f"Node {node} came twice: as {first}, and now as {second}. "
-            "Give every process its own rank, and every run a fresh store."
-        )
-    return int(store.add(f"turn/{node}", 1))
-
-
-def _absent(missing: Sequence[int], nodes: int, timeout: float) -> str:
-    who = f"node {missing[0]}" if len(missing) == 1 else f"nodes {', '.join(map(str, missing))}"
-    return (
-        f"Only {nodes - len(missing)} of {nodes} nodes came within {timeout:g} s; missing: {who}. "
-        "Start all of them, or lower the number of nodes."
-    )
-
-
-def _first_line(error: BaseException | None) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".") if error is not None and str(error).strip() else repr(error)
-
-
-def _awaited(store: Store, prefix: str, nodes: int, timeout: float) -> list[int]:
-    """Wait for a key of every node; who has none at the end."""
-    missing, until, pause = list(range(nodes)), time.monotonic() + timeout, 0.005
-    while True:
-        missing = [k for k in missing if not store.check([f"{prefix}/{k}"])]
-        if not missing or time.monotonic() >= until:
-            return missing
-        time.sleep(pause)
-        pause = min(2 * pause, HURRY)
-
-
-def _knock(host: str, port: int, timeout: float) -> None:
-    """Wait until somebody listens there: torch itself would try for four times as long as it is told to."""
-    until = time.monotonic() + timeout
-    while True:
-        try:
-            socket.create_connection((host, port), max(until - time.monotonic(), HURRY)).close()
-            return
-        except OSError:
-            if time.monotonic() + HURRY > until:
-                raise
-            time.sleep(HURRY)
-
-
-def _agent() -> bool:
-    """Whether torchrun's agent serves the store, and not node 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def _keeper(store: Store) -> tuple[str, bool]:
     """Who serves the store, in words, and whether it is this process."""
     whole = store
@@ -614,7 +520,7 @@ def _keeper(store: Store) -> tuple[str, bool]:
         whole = whole.underlying_store
     if not isinstance(whole, _DIST.TCPStore):
         return "The store", False
-    if _agent():
+    if agent_serves():
         return f"The store of torchrun at {whole.host}:{whole.port}", False
     return f"Node 0, which serves the store at {whole.host}:{whole.port},", dist.get_rank() == 0
 
@@ -664,4 +570,4 @@ def _depart() -> None:
 
 
 def _failure(error: BaseException) -> str:
-    return f"it failed with {type(error).__name__}: {_first_line(error)}"
+    return f"it failed with {type(error).__name__}: {first_line(error)}"

@@ -1,0 +1,144 @@
+"""Nodes that cannot meet: every one of them ends in time, and names the node for which it is."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tailopt.engines.peers import connect
+from tailopt.engines.rendezvous import address_of
+from tests.engines import forked
+
+pytest.importorskip("resource", reason="processes are forked")
+
+HERE = "tests.engines.test_rendezvous"
+TIMEOUT = 4.0
+WITHIN = 20.0  # seconds for all of it: torch's own limit is 30 minutes
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[forked.Server]:
+    with forked.server() as running:
+        yield running
+
+
+def dies_after_the_roll_call(rank: int, who: int) -> None:
+    """A node that is gone when torch connects the nodes: as by the out-of-memory killer."""
+    if rank == who:
+        dist.init_process_group = lambda *arguments, **settings: os._exit(7)  # type: ignore[assignment]
+    connect(TIMEOUT)
+
+
+dies_after_the_roll_call.connects_itself = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("who", [1, 2])
+def test_a_node_that_dies_after_the_roll_call_is_named(server: forked.Server, who: int) -> None:
+    ends = server.run(f"{HERE}:dies_after_the_roll_call", 3, WITHIN, who=who)
+    assert ends[who].status == 7
+    for rank in {0, 1, 2} - {who}:
+        assert ends[rank].status == 1, ends[rank].said
+        assert re.search(f"NodeLost: Node {who} came to the roll call and then was gone", ends[rank].said)
+
+
+def joins(rank: int) -> int:
+    connect(TIMEOUT)
+    return dist.get_world_size()
+
+
+joins.connects_itself = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("odd", "count"), [(2, 4), (0, 2), (1, 5)])
+def test_nodes_that_were_started_for_other_numbers_of_nodes_are_named(
+    server: forked.Server, odd: int, count: int
+) -> None:
+    environment = lambda rank: {"WORLD_SIZE": str(count if rank == odd else 3)}  # noqa: E731
+    with server.start(f"{HERE}:joins", 3, environment) as nodes:
+        assert nodes.wait([0, 1, 2], WITHIN), [nodes.said(rank) for rank in range(3)]
+        ends = [nodes.end(rank) for rank in range(3)]
+    for end in ends:
+        assert end.status == 1, end.said
+        (said,) = re.findall(r"Disagreement: (.*)", end.said)
+        assert f"WORLD_SIZE={count}" in said or f"for {count}." in said, said
+        assert re.search(rf"node {odd}\b", said, re.IGNORECASE), said
+
+
+def waits(rank: int) -> float:
+    """A node that keeps the others waiting for longer than the meeting may take."""
+    connect(TIMEOUT)
+    small = torch.zeros(1)
+    begun = time.monotonic()
+    if rank:
+        time.sleep(TIMEOUT + 1.5)
+        dist.send(small, 0)
+    else:
+        dist.recv(small, 1)
+    return time.monotonic() - begun
+
+
+waits.connects_itself = True  # type: ignore[attr-defined]
+
+
+def test_exchanges_keep_torchs_own_limit(server: forked.Server) -> None:
+    ends = server.run(f"{HERE}:waits", 2)
+    assert [end.status for end in ends] == [0, 0], [end.said for end in ends]
+    assert all(end.value > TIMEOUT for end in ends)
+
+
+# ---- one interface ----
+
+
+def listens(rank: int) -> list[str]:
+    """Who listens on the store's port, and where gloo's connections are."""
+    connect(TIMEOUT, interface="lo")
+    dist.barrier()
+    port = int(os.environ["MASTER_PORT"])
+    found = _listening(port)
+    dist.barrier()
+    return [*found, os.environ["GLOO_SOCKET_IFNAME"]]
+
+
+listens.connects_itself = True  # type: ignore[attr-defined]
+
+
+def _listening(port: int) -> list[str]:
+    """The local addresses that listen on a port, from the kernel."""
+    rows = []
+    for path in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with open(path) as file:
+            rows += [line.split() for line in file.readlines()[1:]]
+    return sorted({row[1].split(":")[0] for row in rows if row[3] == "0A" and int(row[1].split(":")[1], 16) == port})
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="needs the kernel's table of sockets")
+def test_the_store_listens_on_one_interface_alone(server: forked.Server) -> None:
+    ends = server.run(f"{HERE}:listens", 2)
+    assert [end.status for end in ends] == [0, 0], [end.said for end in ends]
+    assert ends[0].value == ["0100007F", "lo"]  # 127.0.0.1, and not 0.0.0.0 or ::
+
+
+def test_an_interface_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(ValueError, match=r"Invalid interface: 'wg7' has no IPv4 address here .*; need one of: .*lo"):
+        connect(interface="wg7")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(ValueError, match=r"'lo'; torchrun's agent serves the store, on every interface.*firewall"):
+        connect(interface="lo")
+
+
+@pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` to ask")
+def test_the_address_of_an_interface_is_the_systems() -> None:
+    said = subprocess.run(["ip", "-4", "-o", "address"], capture_output=True, text=True, check=True).stdout
+    name, address = said.split()[1], said.split()[3].split("/")[0]
+    assert address_of(name) == address
