@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import mmap
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,8 +40,28 @@ def spans(layout: Layout) -> list[Span]:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bits, so that signs of zeros count."""
-    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+    """Bits, so that signs of zeros and the payloads of NaN count."""
+    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
+
+
+def torch_look(x: torch.Tensor) -> passes.Look:
+    return passes.Look(passes._checksum(x), passes._top(x))
+
+
+def signed(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def mixed(i: int) -> int:
+    """SplitMix64, as its author wrote it."""
+    z = (i + 1) * 0x9E3779B97F4A7C15 % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
 
 
 @settings(max_examples=60, deadline=None)
@@ -52,7 +74,7 @@ def test_moved_fills_the_buffer_and_sees_every_stretch(sizes: list[int], nodes: 
     shapes = [p.shape for p in params]
     for p, begun, d in zip(params, layout.views(x, shapes), layout.views(delta, shapes), strict=True):
         assert same(d, p - begun)
-    assert looks == [passes._look(delta[layout.stretch(k)]) for k in range(nodes)]
+    assert looks == [torch_look(delta[layout.stretch(k)]) for k in range(nodes)]
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
@@ -65,7 +87,7 @@ def test_other_types_move_from_the_rounded_start(kind: torch.dtype) -> None:
     shapes = [p.shape for p in params]
     for p, begun, d in zip(params, layout.views(x, shapes), layout.views(delta, shapes), strict=True):
         assert torch.equal(d, p.to(flat) - begun.to(kind).to(flat))
-    assert looks == [passes._look(delta[layout.stretch(k)]) for k in range(2)]
+    assert looks == [torch_look(delta[layout.stretch(k)]) for k in range(2)]
 
 
 @needs_kernel
@@ -73,12 +95,12 @@ def test_other_types_move_from_the_rounded_start(kind: torch.dtype) -> None:
 @pytest.mark.parametrize("wrong", [0.0, -0.0, 1e30, -1e30, float("inf"), float("-inf"), float("nan")])
 def test_a_look_of_the_kernel_is_a_look_of_torch(variant: str, threads: int, wrong: float) -> None:
     assert KERNEL is not None
-    for n in (2, 16, 1024, 1040, LARGE + 1):
+    for n in (1, 2, 7, 16, 1024, 1040, LARGE):
         x = numbers(n)
         x[n // 3] = wrong
-        where = array("Q", [x.data_ptr()]), array("q", [n]), array("i", [0])
+        where = array("Q", [x.data_ptr()]), array("q", [n]), array("q", [0]), array("i", [0])
         (checksum,), (top,) = KERNEL.moved_at(None, None, *where, 1, variant=variant, threads=threads)
-        expected = passes._look(x)
+        expected = torch_look(x)
         assert checksum == expected.checksum
         assert top == expected.top or (top != top and expected.top != expected.top)
 
@@ -112,14 +134,204 @@ def test_a_stretch_goes_in_few_messages_of_about_the_same_size(count: int) -> No
     assert count - size * (parts - 1) > size - parts  # the last one is not a crumb
 
 
-def test_any_flipped_bit_is_seen() -> None:
-    x = numbers(64)
+# --- checksums ------------------------------------------------------------------------------------------------------
+
+
+def words(*values: int) -> torch.Tensor:
+    """fp32 elements with these bits."""
+    return torch.tensor([value - 2**32 if value >= 2**31 else value for value in values], dtype=torch.int32).view(
+        torch.float32
+    )
+
+
+def test_a_checksum_by_hand() -> None:
+    """word[i] * key[i mod 1024] * page_key[i div 1024], in Python's own integers."""
+    assert passes.checksum(torch.zeros(5000)) == passes.checksum(torch.zeros(0)) == 0
+    for place in (0, 1, 2, 1023, 1024, 5000):
+        x = torch.zeros(place + 1)
+        x[place] = 1.0
+        key, page_key = mixed(place % 1024) >> 32 | 1, mixed(1024 + place // 1024) | 1
+        for found in (passes.checksum(x), passes._checksum(x), passes.look(x).checksum):
+            assert found == signed(0x3F800000 * key * page_key)
+
+
+def test_the_keys_of_a_page_are_odd_and_different() -> None:
+    """Then an exchange of two words of a page, and any change of one word, are seen whatever the words are."""
+    keys = passes._keys().tolist()
+    assert len(set(keys)) == 1024 and all(key % 2 == 1 and 0 < key < 2**32 for key in keys)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_any_flipped_bit_is_seen(kind: torch.dtype) -> None:
+    x = numbers(3000).to(kind)
     before = passes.look(x).checksum
-    for i in range(64):
-        for bit in range(32):
+    for i in (0, 1, 2, 63, 511, 512, 1023, 1024, 1500, 2999):
+        for bit in range(8 * kind.itemsize):
             flipped = x.clone()
-            flipped.view(torch.int32)[i] ^= -(2**31) if bit == 31 else 1 << bit
+            bits(flipped)[i] ^= signed(1 << bit) if kind == torch.float64 else signed(1 << bit << 32) >> 32
             assert passes.look(flipped).checksum != before
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 4999), st.sampled_from([0, 0x3F800000, None])
+)
+def test_any_change_of_one_word_is_seen(before: int, after: int, place: int, rest: int | None) -> None:
+    """Also where words cancel their keys, zeros become something, and bits come and go in numbers."""
+    x = numbers(5000) if rest is None else words(rest).repeat(5000)
+    x[place : place + 1] = words(before)
+    y = x.clone()
+    y[place : place + 1] = words(after)
+    assert (passes.checksum(x) == passes.checksum(y)) == (before == after)
+
+
+SIZE = 4096  # words of 64 bits in the tests below: 8 pages of keys
+
+
+def changed(x: torch.Tensor, change: Callable[[torch.Tensor], None]) -> bool:
+    """Whether a change of 64-bit words, if it is one, changes the checksum."""
+    y = x.clone()
+    change(y.view(torch.int64))
+    assert not same(x, y)
+    return passes.look(x).checksum != passes.look(y).checksum
+
+
+places = st.integers(0, SIZE - 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(places, places, st.integers(0, 99))
+def test_swapped_words_are_seen(i: int, j: int, seed: int) -> None:
+    if i == j:
+        j = (i + 1) % SIZE
+
+    def swap(w: torch.Tensor) -> None:
+        w[[i, j]] = w[[j, i]]
+
+    assert changed(numbers(2 * SIZE, seed=seed), swap)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(2, 64), st.integers(0, SIZE - 64), st.sampled_from(["random", "small integers", "one value twice"]))
+def test_reversed_blocks_are_seen(length: int, start: int, what: str) -> None:
+    x = numbers(2 * SIZE)
+    if what == "small integers":
+        x = torch.arange(2.0 * SIZE)
+    elif what == "one value twice":
+        x[2 * start : 2 * (start + length)] = 1.0
+        x[2 * start] = 2.0
+    assert changed(x, lambda w: w[start : start + length].copy_(w[start : start + length].flip(0)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 1024), st.integers(0, SIZE // 2 - 1024), st.integers(SIZE // 2, SIZE - 1024))
+def test_swapped_blocks_are_seen(length: int, i: int, j: int) -> None:
+    def swap(w: torch.Tensor) -> None:
+        first = w[i : i + length].clone()
+        w[i : i + length] = w[j : j + length]
+        w[j : j + length] = first
+
+    assert changed(numbers(2 * SIZE), swap)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 3000))
+def test_what_lies_elsewhere_is_seen(by: int) -> None:
+    """The same content further on, by words of 64 or of 32 bits, with zeros before it."""
+    x = torch.zeros(8192)
+    x[:5000] = numbers(5000)
+    y = torch.zeros(8192)
+    y[by : 5000 + by] = x[:5000]
+    assert passes.checksum(x) != passes.checksum(y)
+
+
+@settings(max_examples=300, deadline=None)
+@given(places, places, st.integers(0, 63), st.booleans(), st.integers(0, 9))
+def test_paired_flips_are_seen(i: int, j: int, bit: int, top: bool, seed: int) -> None:
+    """The same bit of two words; a sum of words does not see the top bits, nor a bit that goes and comes."""
+    if i == j:
+        j = (i + 1) % SIZE
+    flip = signed(1 << (63 if top else bit))
+    x = numbers(2 * SIZE, seed=seed)
+    w = x.view(torch.int64)
+    if (w[i] & flip) == (w[j] & flip):
+        w[i] ^= flip
+
+    def both(w: torch.Tensor) -> None:
+        w[[i, j]] ^= flip
+
+    assert changed(x, both)
+
+
+@needs_kernel
+@pytest.mark.parametrize(("variant", "threads"), VARIANTS)
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(1, 400_000), max_size=6), st.integers(0, 9))
+def test_a_checksum_does_not_depend_on_how_it_is_formed(variant: str, threads: int, cuts: list[int], seed: int) -> None:
+    """Instruction sets, threads, and where the stretch is cut into spans, odd places included."""
+    assert KERNEL is not None
+    x = numbers(400_001, seed=seed)
+    ends = sorted({0, *cuts, x.numel()})
+    where = array("Q", [x.data_ptr() + 4 * start for start in ends[:-1]])
+    counts = array("q", [stop - start for start, stop in itertools.pairwise(ends)])
+    pieces = counts, array("q", ends[:-1]), array("i", [0] * len(counts)), 1
+    (found,), (top,) = KERNEL.moved_at(None, None, where, *pieces, variant=variant, threads=threads)
+    y = torch.zeros_like(x)
+    to = array("Q", [y.data_ptr() + 4 * start for start in ends[:-1]])
+    (loaded,) = KERNEL.load_at(to, where, *pieces, variant=variant, threads=threads)
+    assert found == loaded == passes._checksum(x) and top == passes._top(x)
+    assert same(x, y)
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+STRANGE = [0x80000000, 0x7FC12345, 0xFFA00001, 0x00000001, 0x807FFFFF, 0x7F800000, 0x3F7FFFFF, 0x477FFFFF]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 70_000), min_size=1, max_size=5),
+    st.integers(1, 4),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    st.integers(0, 99),
+)
+def test_load_is_a_copy_with_checksums(sizes: list[int], nodes: int, kind: torch.dtype, seed: int) -> None:
+    """Bit for bit, with signed zeros, payloads of NaN, denormals, and what rounds to infinity in fp16."""
+    layout = Layout(tuple(sizes), nodes)
+    flat = torch.float64 if kind == torch.float64 else torch.float32
+    x = torch.zeros(layout.total, dtype=flat)
+    params = [torch.full((n,), 7.0, dtype=kind) for n in sizes]
+    views = layout.views(x, [p.shape for p in params])
+    for i, view in enumerate(views):
+        view.copy_(numbers(view.numel(), seed=seed + i))
+        if kind != torch.float64:
+            view[: len(STRANGE)] = words(*STRANGE)[: view.numel()]
+    expected = [torch.empty_like(p) for p in params]
+    torch._foreach_copy_(expected, views)
+    for prepared in (spans(layout), passes.Spans.of(spans(layout), layout.cuts)):
+        found = passes.load(params, x, prepared, layout.cuts)
+        assert all(map(same, params, expected))
+        assert found == [passes.look(x[layout.stretch(k)]).checksum for k in range(nodes)]
+        for p in params:
+            p.zero_()
+
+
+def test_load_takes_any_layout_of_a_parameter() -> None:
+    layout = Layout((12, 0, 10), 2)
+    x = numbers(layout.total)
+    params = [torch.zeros(4, 3).t(), torch.zeros(0, 5), torch.zeros(20)[::2]]
+    passes.load(params, x, spans(layout), layout.cuts)
+    for p, view in zip(params, layout.views(x, [p.shape for p in params]), strict=True):
+        assert torch.equal(p, view)
+
+
+def test_autograd_notices_a_load() -> None:
+    layout = Layout((3,), 1)
+    p = torch.ones(3, requires_grad=True)
+    loss = (p * p).sum()
+    passes.load([p.detach()], torch.zeros(layout.total), spans(layout), layout.cuts)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @needs_kernel

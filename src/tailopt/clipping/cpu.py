@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-VERSION = 2  # of cpu.c; a library of another version is refused
+VERSION = 3  # of cpu.c; a library of another version is refused
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 BINS = 256  # octaves of a histogram
 OPERATIONS = {"biclip": 0, "rescale": 1, "count": 2}
@@ -45,6 +45,7 @@ class Library:
     openmp: bool
     _pass: Callable[..., int]
     _moved: Callable[..., None]
+    _load: Callable[..., None]
     _mean: Callable[..., None]
     _descend: Callable[..., None]
 
@@ -113,6 +114,7 @@ class Library:
         starts: array[int] | None,
         deltas: array[int],
         counts: array[int],
+        places: array[int],
         slots: array[int],
         into: int,
         variant: str | None = None,
@@ -120,8 +122,8 @@ class Library:
     ) -> tuple[array[int], array[float]]:
         """delta = param - start in fp32, piece by piece; without params only a look at what is there.
 
-        Returns, for each of `into` slots, the sum of the 64-bit words of its pieces as a signed number, and their
-        largest magnitude: inf or NaN where an element is not finite.
+        places: of each piece's first element in its slot's stretch. Returns, for each of `into` slots, the checksum of
+        its pieces as a signed number, and their largest magnitude: inf or NaN where an element is not finite.
         """
         sums, largest = array("q", bytes(8 * into)), array("f", bytes(4 * into))
         self._moved(
@@ -132,11 +134,38 @@ class Library:
             starts.buffer_info()[0] if starts is not None else None,
             deltas.buffer_info()[0],
             counts.buffer_info()[0],
+            places.buffer_info()[0],
             slots.buffer_info()[0],
             sums.buffer_info()[0],
             largest.buffer_info()[0],
         )
         return sums, largest
+
+    def load_at(
+        self,
+        params: array[int],
+        starts: array[int],
+        counts: array[int],
+        places: array[int],
+        slots: array[int],
+        into: int,
+        variant: str | None = None,
+        threads: int | None = None,
+    ) -> array[int]:
+        """param = start in fp32, piece by piece; returns the checksum of the starts of each of `into` slots."""
+        sums = array("q", bytes(8 * into))
+        self._load(
+            len(self.variants) - 1 if variant is None else self.variants.index(variant),
+            1 if _forked else (threads or torch.get_num_threads()),
+            len(params),
+            params.buffer_info()[0],
+            starts.buffer_info()[0],
+            counts.buffer_info()[0],
+            places.buffer_info()[0],
+            slots.buffer_info()[0],
+            sums.buffer_info()[0],
+        )
+        return sums
 
     def mean_at(
         self,
@@ -273,12 +302,13 @@ def _load() -> tuple[Library | None, str]:
     one_pass = handle.tailopt_pass
     one_pass.argtypes = [ctypes.c_int] * 4 + [ctypes.c_void_p] * 10 + [ctypes.c_int]
     one_pass.restype = ctypes.c_int
-    moved, mean = handle.tailopt_moved, handle.tailopt_mean
-    moved.argtypes, moved.restype = [ctypes.c_int] * 3 + [ctypes.c_void_p] * 7, None
+    moved, load, mean = handle.tailopt_moved, handle.tailopt_load, handle.tailopt_mean
+    moved.argtypes, moved.restype = [ctypes.c_int] * 3 + [ctypes.c_void_p] * 8, None
+    load.argtypes, load.restype = [ctypes.c_int] * 3 + [ctypes.c_void_p] * 6, None
     mean.argtypes = [ctypes.c_int] * 2 + [ctypes.c_void_p] * 2 + [ctypes.c_int, ctypes.c_float, ctypes.c_int]
     mean.argtypes += [ctypes.c_void_p, ctypes.c_int64]
     descend = handle.tailopt_descend
     descend.argtypes = [ctypes.c_int] * 2 + [ctypes.c_void_p] * 2 + [ctypes.c_int, ctypes.c_float, ctypes.c_int]
     descend.argtypes += [ctypes.c_void_p] * 5 + [ctypes.c_float, ctypes.c_int, ctypes.c_int]
     mean.restype = descend.restype = None
-    return Library(path, variants, bool(handle.tailopt_openmp()), one_pass, moved, mean, descend), ""
+    return Library(path, variants, bool(handle.tailopt_openmp()), one_pass, moved, load, mean, descend), ""

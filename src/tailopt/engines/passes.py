@@ -2,11 +2,21 @@
 
     moved    delta = p - x, with a checksum and the largest magnitude of every node's stretch
     look     the checksum and the largest magnitude of what arrived
+    load     p = x, with the checksum of every node's stretch
     mean     sum of share * displacement over the weight that counted, in node order, two roundings for each node
     descend  the outer rules avg, sgd and nesterov on the negative of that, which then need not be written
 
 The kernel takes contiguous fp32 tensors on the CPU; torch takes everything else. `room` has large pages for what is
 large, where the system has them.
+
+A checksum is a sum over the 32-bit words of a stretch, two for each element of fp64, modulo 2^64:
+
+    sum of word[i] * key[i mod 1024] * page_key[i div 1024]        all keys odd, those of a page all different
+
+A word of 0 counts 0, so padding can be left out. Any change within one word and any exchange of two words of a page is
+seen, whatever the keys: the difference of the words and its factor are both below 2^32 and not 0, and a page's key is
+odd. Any other change (paired flips, reversed or exchanged blocks, what lies one place further) is missed with a
+probability of about 2^-31.
 """
 
 from __future__ import annotations
@@ -15,7 +25,7 @@ import contextlib
 import functools
 import mmap
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -29,6 +39,7 @@ from tailopt.rules.sgd import AVG, NESTEROV, SGD
 
 PIECE = 1 << 18  # elements that torch scales at once: what stays in the cache is not written back
 PAGE = 1 << 21  # bytes of a large page
+PLACES = 1024  # words that have checksum keys of their own, as in cpu.c
 
 
 def room(count: int, dtype: torch.dtype) -> Tensor:
@@ -50,7 +61,7 @@ def room(count: int, dtype: torch.dtype) -> Tensor:
 
 
 class Look(NamedTuple):
-    """Of a stretch: the sum of its 64-bit words, modulo 2^64, and its largest magnitude; NaN or inf where one is."""
+    """Of a stretch: its checksum as a signed number, and its largest magnitude; NaN or inf where one is."""
 
     checksum: int = 0
     top: float = 0.0
@@ -67,8 +78,26 @@ class Span:
     node: int
 
 
+class Spans(tuple[Span, ...]):
+    """Spans for the passes that take them many times: what the kernel asks about them is computed once."""
+
+    counts: array[int]
+    places: array[int]
+    nodes: array[int]
+
+    @classmethod
+    def of(cls, spans: Iterable[Span], cuts: Sequence[int]) -> Spans:
+        """Of a flat buffer in which node k owns cuts[k] to cuts[k + 1]."""
+        found = spans if isinstance(spans, Spans) else cls(spans)
+        if found is not spans:
+            found.counts = array("q", [span.count for span in found])
+            found.places = array("q", [span.start - cuts[span.node] for span in found])
+            found.nodes = array("i", [span.node for span in found])
+        return found
+
+
 def look(x: Tensor) -> Look:
-    """One pass over a flat tensor with an even count of fp32: any single flipped bit changes the checksum.
+    """One pass over a flat tensor: its checksum and its largest magnitude.
 
     Examples:
         >>> look(torch.tensor([1.0, -3.0])).top
@@ -76,18 +105,67 @@ def look(x: Tensor) -> Look:
     """
     kernel = cpu.loaded()
     if kernel is None or not _plain([x]):
-        return _look(x)
-    (checksum,), (top,) = kernel.moved_at(
-        None, None, array("Q", [x.data_ptr()]), array("q", [x.numel()]), array("i", [0]), 1
+        return Look(checksum(x), _top(x))
+    return Look(*_look_at(kernel, x.data_ptr(), x.numel()))
+
+
+def checksum(x: Tensor) -> int:
+    """The checksum of a flat tensor of fp32 or fp64.
+
+    Examples:
+        >>> checksum(torch.tensor([1.0, 2.0])) != checksum(torch.tensor([2.0, 1.0]))
+        True
+    """
+    kernel = cpu.loaded()
+    if kernel is None or not x.is_cpu or not x.is_contiguous():
+        return _checksum(x)
+    return _look_at(kernel, x.data_ptr(), x.nbytes // 4)[0]
+
+
+def _look_at(kernel: cpu.Library, address: int, words: int) -> tuple[int, float]:
+    nothing = array("q", [0])
+    (found,), (top,) = kernel.moved_at(
+        None, None, array("Q", [address]), array("q", [words]), nothing, array("i", [0]), 1
     )
-    return Look(checksum, top)
+    return found, top
 
 
-def _look(x: Tensor) -> Look:
+def _top(x: Tensor) -> float:
     if not x.numel():
-        return Look()
+        return 0.0
     low, high = torch.aminmax(x)
-    return Look(int(x.view(torch.int64).sum()), float(torch.maximum(-low, high)))
+    return float(torch.maximum(-low, high))
+
+
+def _checksum(x: Tensor) -> int:
+    """The same in torch, in pieces of whole pages."""
+    total = x.new_zeros((), dtype=torch.int64)
+    keys = _keys().to(x.device)
+    for k, part in enumerate(x.contiguous().view(torch.int32).split(PIECE)):
+        words, first = part.to(torch.int64) & 0xFFFFFFFF, PLACES + k * (PIECE // PLACES)
+        pages = -(-words.numel() // PLACES)
+        words = torch.nn.functional.pad(words, (0, pages * PLACES - words.numel())).view(pages, PLACES)
+        page_keys = _mixed(torch.arange(first, first + pages, device=x.device)) | 1
+        total += ((words * keys).sum(1) * page_keys).sum()
+    return int(total)
+
+
+@functools.cache
+def _keys() -> Tensor:
+    return _shifted(_mixed(torch.arange(PLACES)), 32) | 1
+
+
+def _mixed(i: Tensor) -> Tensor:
+    """The i-th numbers of SplitMix64, as cpu.c has them; int64 multiplies and adds modulo 2^64."""
+    z = (i + 1) * -0x61C8864680B583EB
+    z = (z ^ _shifted(z, 30)) * -0x40A7B892E31B1A47
+    z = (z ^ _shifted(z, 27)) * -0x6B2FB644ECCEEE15
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """z >> bits as of an unsigned number."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def moved(params: Sequence[Tensor], x: Tensor, delta: Tensor, spans: Sequence[Span], cuts: Sequence[int]) -> list[Look]:
@@ -104,17 +182,47 @@ def moved(params: Sequence[Tensor], x: Tensor, delta: Tensor, spans: Sequence[Sp
             p = lines[span.tensor][span.offset : span.offset + span.count]
             torch.sub(p.to(d), begun.to(p.dtype).to(d), out=d)
         return [look(delta[cuts[k] : cuts[k + 1]]) for k in range(nodes)]
+    spans = Spans.of(spans, cuts)
     size, begin, into = 4, x.data_ptr(), delta.data_ptr()
     where = [p.data_ptr() for p in params]
     checksums, tops = kernel.moved_at(
         array("Q", [where[span.tensor] + size * span.offset for span in spans]),
         array("Q", [begin + size * span.start for span in spans]),
         array("Q", [into + size * span.start for span in spans]),
-        array("q", [span.count for span in spans]),
-        array("i", [span.node for span in spans]),
+        spans.counts,
+        spans.places,
+        spans.nodes,
         nodes,
     )
     return list(map(Look, checksums, tops))
+
+
+def load(params: Sequence[Tensor], x: Tensor, spans: Sequence[Span], cuts: Sequence[int]) -> list[int]:
+    """params = x, rounded to each parameter's own type; the checksum of every node's stretch of x.
+
+    x: the flat buffer, of which node k owns cuts[k] to cuts[k + 1], with zeros between the tensors. The kernel reads x
+    once; where torch copies, the checksums are a pass of their own.
+    """
+    nodes = len(cuts) - 1
+    kernel = cpu.loaded()
+    if kernel is None or not _plain([x, *params]):
+        begins = {span.tensor: span.start - span.offset for span in spans}  # tensors without elements have no span
+        views = [x[start : start + params[i].numel()].view(params[i].shape) for i, start in begins.items()]
+        if views:
+            torch._foreach_copy_([params[i] for i in begins], views)
+        return [checksum(x[cuts[k] : cuts[k + 1]]) for k in range(nodes)]
+    spans = Spans.of(spans, cuts)
+    begin, where = x.data_ptr(), [p.data_ptr() for p in params]
+    checksums = kernel.load_at(
+        array("Q", [where[span.tensor] + 4 * span.offset for span in spans]),
+        array("Q", [begin + 4 * span.start for span in spans]),
+        spans.counts,
+        spans.places,
+        spans.nodes,
+        nodes,
+    )
+    torch.autograd.graph.increment_version(params)  # the kernel writes behind autograd's back
+    return list(checksums)
 
 
 def mean(rows: Sequence[Tensor], shares: Sequence[float], whole: float, negative: bool = False) -> Tensor:
