@@ -39,7 +39,7 @@ from torch import Tensor
 
 from tailopt.engines import passes
 from tailopt.engines.distributed import Node
-from tailopt.engines.exchange import Wire
+from tailopt.engines.exchange import Statement, Terms, Wire
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.participants import Sampling
 from tailopt.rules.table import OUTER
@@ -72,7 +72,8 @@ def competitors(size: str) -> tuple[dict[str, Callable[[], None]], Callable[[], 
     node = Node(wire, [str(i) for i in range(len(params))], params, None)
     node.start()
     who = Sampling((1.0,) * wire.nodes, wire.nodes, "uniform", 0).draw(1)
-    limits = {k: Bound("coordinate", MOVED, 0.0, 1) for k in who.shares}
+    bound = Bound("coordinate", MOVED, 0.0, 1)
+    said, terms = Statement(1, bound, 0.0), Terms(expected=lambda node, steps: bound)
     outer = OUTER["nesterov"]
     numbers = {"lr": 0.7, "momentum": 0.9}
     part = node.exchange
@@ -84,7 +85,7 @@ def competitors(size: str) -> tuple[dict[str, Callable[[], None]], Callable[[], 
         part.share(node.x)
 
     def whole() -> None:
-        report = node.close(who, limits, outer, numbers)
+        report = node.close(who, said, terms, outer, numbers)
         assert not report.excluded
 
     def move() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import subprocess
 import sys
 import time
@@ -17,9 +16,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailopt.engines.exchange import ALIGNMENT, Damaged, Exchange, Layout, Wire
+from tailopt.engines.exchange import ALIGNMENT, Exchange, Layout, Statement, Terms, Wire
+from tailopt.engines.header import Damaged, Header
 from tailopt.rounds.blocks import BLOCK
-from tailopt.rounds.guard import Bound
 from tailopt.rounds.participants import Sampling
 
 ROOT = Path(__file__).parents[2]
@@ -49,41 +48,39 @@ def test_every_element_belongs_to_one_node(sizes: list[int], nodes: int) -> None
 class Altered(Wire):
     """Alone, with a header that comes back as another."""
 
-    change: tuple[int, int] | None = None
+    change: dict[str, Any] = {}
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
         return mine.unsqueeze(0)
 
-    def announce(self, head: torch.Tensor, outgoing: Any, incoming: Any) -> torch.Tensor:
-        heads = head.clone().unsqueeze(0)
-        if self.change is not None:
-            at, value = self.change
-            heads[0, at] = value
-        return heads
+    def announce(self, head: Header, outgoing: Any = (), incoming: Any = ()) -> list[Header]:
+        return [head._replace(**self.change)]
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (None, None),
-        ((3, 0), "dropped"),  # a contribution that is lost is none that is wrong
-        ((0, -2), r"Node 0 writes a checkpoint while node 0 ends round 1. Call checkpoint\(\) on every node"),
-        ((2, 31), "Round 1: node 0 came with 31 elements, and 32 were expected"),
-        ((4, struct.unpack("<q", struct.pack("<d", 0.5))[0]), "came with a weight of 0.5, and 1 was expected"),
+        ({}, None),
+        ({"sends": 0}, "dropped"),  # a contribution that is lost is none that is wrong
+        ({"round": -2}, r"Node 0 writes a checkpoint while node 0 ends round 1. Call checkpoint\(\) on every node"),
+        ({"elements": 31}, "Round 1: node 0 came with 31 elements, and 32 were expected"),
+        ({"weight": 0.5}, "came with a weight of 0.5, and 1 was expected"),
     ],
 )
-def test_headers_that_end_a_run(change: tuple[int, int] | None, said: str | None) -> None:
+def test_headers_that_end_a_run(change: dict[str, Any], said: str | None) -> None:
     wire = Altered(None, 0, 1)  # type: ignore[arg-type]
     exchange, x = Exchange(wire, ["w"], [torch.Size([30])], [torch.float32]), torch.zeros(32)
+    exchange.load([torch.zeros(30)], x)
+    exchange.restart(x)
     exchange.moved([torch.ones(30)], x)
     who = Sampling((1.0,), 1, "uniform", 0).draw(1)
     wire.change = change
     if said is None or said == "dropped":
-        report, _ = exchange.close(1, who, x, {}, {0: Bound(None)}, 0.0)
+        report, _ = exchange.close(1, who, x, {}, {}, Statement(1), Terms())
         assert [e.reason for e in report.excluded] == ([said] if said else [])
     else:
         with pytest.raises(Damaged, match=said):
-            exchange.close(1, who, x, {}, {0: Bound(None)}, 0.0)
+            exchange.close(1, who, x, {}, {}, Statement(1), Terms())
 
 
 def main(rank: int, store: str, out: str) -> None:
@@ -97,7 +94,7 @@ def main(rank: int, store: str, out: str) -> None:
     who = Sampling((1.0,) * NODES, NODES, "uniform", 0).draw(1)
     time.sleep(1.5 if rank == LATE else 0.0)
     try:
-        exchange.close(1, who, torch.zeros(exchange.layout.total), {}, {}, 0.0)
+        exchange.close(1, who, torch.zeros(exchange.layout.total), {}, {}, Statement(1), Terms())
         said = "nothing"
     except Damaged as error:
         said = str(error)

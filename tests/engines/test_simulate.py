@@ -101,7 +101,7 @@ def test_what_a_result_holds() -> None:
     assert result.seed == 7 and result.algorithm is BICLIP and result.average is None
     assert [row["round"] for row in result.history] == [1, 2, 3]
     for row in result.history:
-        assert row.keys() == {"round", "loss", "participants", "weights", "excluded", "metrics", "statistics"}
+        assert row.keys() == {"round", "loss", "participants", "steps", "weights", "excluded", "metrics", "statistics"}
         assert row["participants"] == [0, 1, 2, 3] and row["weights"] == [0.25] * 4
     assert all(p.grad is None and p.requires_grad and p.is_leaf for p in result.model.parameters())
 

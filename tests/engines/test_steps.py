@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,3 +87,96 @@ def test_a_step_that_raised_does_not_count(server: forked.Server, fails_in: int,
     for end in ends:
         assert (end.value["taken"], end.value["rounds"]) == (12, 3)
         assert end.value["digest"] == clean[0].value["digest"]
+
+
+# ---- nodes that took different numbers of steps ----
+
+
+def uneven(rank: int, agreed: bool) -> dict[str, Any]:
+    """`synchronize()` after 3 steps on node 0 and after 5 on the others, twice; then two whole rounds."""
+    net = model()
+    settings: dict[str, Any] = {"local_steps": 6, "model": net, "rounds": 4, "timeout": 10.0}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if agreed:
+            settings.pop("model")
+            algorithm = tailopt.algorithm("avg-biclip", ilr=0.05, i_u=1.0, i_d=0.9)
+            opt = tailopt.NestedOptimizer.from_algorithm(net, algorithm, **settings)
+        else:
+            inner = tailopt.BiClip(net.parameters(), lr=0.05, u=1.0, d=0.9)
+            opt = tailopt.NestedOptimizer(inner, **settings)
+        for part in (3 if rank == 0 else 5, 3 if rank == 0 else 5, 6, 6):
+            for _ in range(part):
+                x = torch.randn(8, 3, generator=torch.Generator().manual_seed(opt.taken + 50 * rank))
+                opt.zero_grad()
+                (net(x).squeeze(-1) - x.sum(1)).square().mean().backward()
+                opt.step()
+            opt.synchronize()
+    return {
+        "digest": digest(net.state_dict()),
+        "steps": [row["steps"] for row in opt.history],
+        "excluded": [row["excluded"] for row in opt.history],
+        "taken": opt._taken,
+        "warned": [str(w.message) for w in caught],
+    }
+
+
+@pytest.mark.parametrize("agreed", [True, False], ids=["algorithm", "own optimizer"])
+def test_steps_are_recorded_and_each_nodes_bound_follows_its_own(server: forked.Server, agreed: bool) -> None:
+    """d = 0.9 u: a displacement is nearly at its bound, so that the bound of 3 steps would exclude 5 of them."""
+    ends = server.run(f"{HERE}:uneven", 3, agreed=agreed)
+    assert [end.status for end in ends] == [0] * 3, [end.said for end in ends]
+    for end in ends:
+        value = end.value
+        assert value["digest"] == ends[0].value["digest"]
+        assert value["steps"] == [[3, 5, 5], [3, 5, 5], [6, 6, 6], [6, 6, 6]]
+        assert value["excluded"] == [[], [], [], []]
+        assert value["taken"] == [18, 22, 22]
+        (said,) = value["warned"]  # once for the node, not in every round
+        assert said.startswith("Node 0 took 3 local steps in round 1, where 5 are usual.")
+
+
+# ---- nodes that train different parameters ----
+
+
+def restructured(rank: int, what: str, who: list[int]) -> None:
+    """After the first round some nodes change what they train."""
+    net = model()
+    extra = nn.Parameter(torch.ones(3))
+    opt = tailopt.NestedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.05), local_steps=2, model=net, rounds=6, timeout=10.0
+    )
+    while not opt.finished:
+        if opt.node.round == 1 and rank in who and opt.taken == 2:
+            if what == "frozen":
+                next(net.parameters()).requires_grad_(False)
+            elif what == "group":
+                opt.add_param_group({"params": [extra]})
+        opt.zero_grad()
+        x = torch.randn(8, 3)
+        ((net(x).squeeze(-1) - x.sum(1)).square().mean() + extra.square().sum()).backward()
+        opt.step()
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("frozen", r"entry 0: it has .*0.bias.*0.weight"),
+        ("group", r"entry 4: .*float32\[3\], which is not synchronised"),
+    ],
+)
+def test_what_only_one_node_trains_ends_the_run_on_all(server: forked.Server, what: str, said: str) -> None:
+    for end in server.run(f"{HERE}:restructured", 3, what=what, who=[1]):
+        assert end.status == 1
+        words = "Disagreement: Round 2: Node 1 disagrees with node 0 on parameters that train, "
+        assert re.search(words + said, end.said), end.said
+
+
+def test_freezing_on_all_nodes_is_fine_and_adding_is_refused(server: forked.Server) -> None:
+    frozen = server.run(f"{HERE}:restructured", 2, what="frozen", who=[0, 1])
+    assert [end.status for end in frozen] == [0, 0], [end.said for end in frozen]
+    for end in server.run(f"{HERE}:restructured", 2, what="group", who=[0, 1]):
+        assert end.status == 1
+        assert re.search(
+            r"ValueError: Round 2: group 1: float32\[3\], which is not synchronised: it was added", end.said
+        )

@@ -14,6 +14,7 @@ from tailopt import faults
 from tailopt.cli.configuration import Configuration, Pairs, override, read, resolve, sections
 from tailopt.cli.run import OPTIONS as RUN_OPTIONS
 from tailopt.cli.tables import word
+from tailopt.engines import closing
 from tailopt.engines.distributed import NestedOptimizer
 from tailopt.engines.peers import connect
 from tailopt.engines.verify import train
@@ -57,6 +58,8 @@ def command(arguments: argparse.Namespace, pairs: Pairs) -> int:
         pairs = [*pairs, ("run.nodes", str(nodes))]
     chosen = resolve(override(tables, pairs))
     connect(arguments.timeout)
+    if not arguments.resume:
+        closing.resume_arguments[:] = ["--resume"]
     try:
         trained(chosen, Path(arguments.out), arguments.resume, arguments.timeout, arguments.quiet)
     finally:

@@ -8,7 +8,11 @@ no step in it: `step()` returns only when its own next round begins, and until t
 from __future__ import annotations
 
 import copy
+import functools
+import json
 import os
+import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +28,8 @@ from torch.optim import Optimizer
 from tailopt.algorithms import Algorithm
 from tailopt.clipping.shards import by_ranks, is_dtensor, local_part, over_shards
 from tailopt.engines import passes
-from tailopt.engines.exchange import Exchange, Wire
+from tailopt.engines.exchange import Exchange, OtherParameters, Statement, Terms, Wire
+from tailopt.engines.header import word_of
 from tailopt.engines.keeping import (
     Crew,
     Keeper,
@@ -38,7 +43,7 @@ from tailopt.engines.keeping import (
     restore,
     set_generators,
 )
-from tailopt.engines.peers import shape
+from tailopt.engines.peers import Disagreement, shape
 from tailopt.engines.sequential import Buffers, real
 from tailopt.optimizers.biclip import BiClip
 from tailopt.optimizers.l2clip import L2Clip
@@ -55,6 +60,8 @@ from tailopt.rules.biclip import BICLIP
 from tailopt.rules.l2clip import BICLIP_L2
 from tailopt.rules.rule import Numbers, Rule, State
 
+NO_RUN_FOLDER = "There is no run folder, so the run begins again: give NestedOptimizer run=... and resume=True."
+UNSYNCHRONISED = "which is not synchronised"
 COMPARED = 8  # rounds of which nodes tell each other whom a function chooses
 
 
@@ -91,12 +98,23 @@ class Node:
         for flat in (self.x, *buffers.values()):
             wire.broadcast(flat)
         self._load_buffers(buffers)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin with synchronised weights that no round has sent: node 0's, or those of a checkpoint."""
         self.load()
+        self.exchange.restart(self.x)
 
     @torch.no_grad()
     def load(self) -> None:
         """Put the synchronised weights into the parameters."""
-        torch._foreach_copy_(self.local(), self._views)
+        self.exchange.load(self.local(), self.x)
+
+    def confirm(self, guard: bool) -> None:
+        """Meet the others after what may be the last round: a node that loaded other weights loads them again."""
+        _, changed = self.exchange.meet(self.round, 0, self.x, guard)
+        if changed:
+            self.load()
 
     def _buffers(self) -> dict[str, Tensor]:
         """The buffers where the exchange is, on the CPU: themselves, or copies."""
@@ -120,14 +138,12 @@ class Node:
     def close(
         self,
         who: Participants,
-        limits: Mapping[int, Bound],
+        said: Statement,
+        terms: Terms,
         outer: Rule,
         numbers: Numbers,
         projection: float | None = None,
-        guard: bool = True,
-        loss: float = float("nan"),
         send: bool = False,
-        aggregate: robust.Aggregate | None = None,
         on_drop: str = "sync",
     ) -> Report:
         """End the round: exchange displacements, take the outer step, load the new weights.
@@ -138,9 +154,7 @@ class Node:
         exchange = self.exchange
         if exchange.wire.node in who.shares:
             exchange.moved(self.local(), self.x)
-        report, mean = exchange.close(
-            self.round + 1, who, self.x, self._buffers(), limits, loss, guard, self._before, aggregate
-        )
+        report, mean = exchange.close(self.round + 1, who, self.x, self._buffers(), self._before, said, terms)
         if exchange.wire.node in who.shares:
             lost = any(e.node == exchange.wire.node and e.reason == DROPPED for e in report.excluded)
             self.own = self._copied() if lost and on_drop == "keep" else None
@@ -153,6 +167,8 @@ class Node:
             self.average[exchange.mine].lerp_(self.x[exchange.mine], 2.0 / (self.round + 1))
         self._load_buffers(mean)
         self.load()
+        if report.last:
+            self.confirm(terms.guard)
         return report
 
     second_moment: Tensor | None = None
@@ -175,7 +191,7 @@ class Node:
         for part, state in zip(self.exchange.cut(flat), self.outer, strict=True):
             if name in state:
                 part.copy_(state[name])
-        self.exchange.share(flat)
+        self.exchange.share_compared(flat)
         return flat
 
     def preconditioned(self, step: int) -> list[State]:
@@ -266,7 +282,9 @@ class NestedOptimizer(Optimizer):
         rounds: after so many the run is `finished`; needed where not everybody takes part in every round, so that
             nobody waits for nodes that have left.
         timeout: for how many seconds a node may show no sign of life; then all others end with `NodeLost`, which names
-            it. A slow node shows signs of life.
+            it. A slow node shows signs of life: after this time a warning names it.
+        stall_timeout: for how many seconds a node may show signs of life and make no progress (no local step) while
+            others wait for it; then they end with `NodeLost`. By default for as long as it likes.
         exact: refuse nodes whose torch, instruction set or number of threads differ; else that is warned of, since a
             replay of the run could not have its exact bits.
         run: a folder that all nodes share, for configuration, history and checkpoints. `resume` goes on from its last
@@ -304,6 +322,7 @@ class NestedOptimizer(Optimizer):
         average: bool = False,
         rounds: int | None = None,
         timeout: float = 60.0,
+        stall_timeout: float | None = None,
         exact: bool = False,
         run: str | os.PathLike[str] | None = None,
         resume: bool = False,
@@ -336,6 +355,9 @@ class NestedOptimizer(Optimizer):
         self.local_steps, self._guard, self._projection, self._inner_state = local_steps, guard, projection, inner_state
         self._on_drop, self._aggregate = on_drop, robust.chosen(aggregate)
         self._apart: set[int] = set()  # nodes that go on from weights of their own
+        self._remarked: set[int] = set()  # nodes that were warned about
+        self._flags: tuple[Any, int] = (None, 0)  # which parameters train, and a digest of it
+        self._began = time.perf_counter()  # of this node's local steps
         self._inner_before: Any = None  # this node's inner state as its round began, for one that is excluded
         self._algorithm = algorithm or Algorithm(outer, "sgd", outer_settings or {}, {"ilr": 0.0})
         names, params = _named(optimizer, model)
@@ -343,7 +365,7 @@ class NestedOptimizer(Optimizer):
         self._outer_settings = settings or Settings(self._algorithm, None, names)
         group = _across(mesh)
         _shards(group, params)  # before anybody is asked: the ranks of a node have nothing to agree on
-        wire = Wire.of(group, timeout)
+        wire = Wire.of(group, timeout, stall_timeout)
         self._peers = wire.peers
         held = Buffers(model) if model is not None else None
         self._sampling = Sampling((), how_many(wire.nodes, participation, participants), sampling, seed)
@@ -354,6 +376,8 @@ class NestedOptimizer(Optimizer):
         self._sampling = replace(self._sampling, weights=checked_weights(weights, wire.nodes))
         robust.chosen(aggregate, self._sampling.weights, sampling)
         self.node = Node(wire, names, params, held)
+        self._structure()
+        self._flags_at_start = self._flags[0]
         if average:
             self.node.average = torch.zeros_like(self.node.x)
         self.node.start()
@@ -366,6 +390,8 @@ class NestedOptimizer(Optimizer):
         self.resumed: Resumed | None = None
         self._brought: dict[str, Any] | None = {}  # what `extra` would give, while nobody can have set it up yet
         self._keeper = self._keeper_of(run, resume, keep, participation, participants, describe)
+        if self._peers is not None:
+            self._peers.can_go_on_from(self._keeper.last_good if self._keeper is not None else lambda: NO_RUN_FOLDER)
         if not self._gone_on(resume):
             self._await_own_round()
         self._brought = None
@@ -453,7 +479,7 @@ class NestedOptimizer(Optimizer):
         """One inner step; every `local_steps`-th also ends the round."""
         t = self.node.round + 1
         if self._peers is not None:
-            self._peers.round = t
+            self._peers.at(t, len(self._done))
             self._peers.check()
         if self._settings is not None:
             for group in self.optimizer.param_groups:
@@ -474,7 +500,7 @@ class NestedOptimizer(Optimizer):
     def synchronize(self) -> None:
         """End the round now, with the local steps that have been taken: after the last batch, or to evaluate."""
         if self._done:
-            self._close()
+            self._close(last=True)
             self._await_own_round()
 
     # ---- rounds ----
@@ -482,12 +508,14 @@ class NestedOptimizer(Optimizer):
     def _await_own_round(self) -> None:
         """Serve the rounds that this node does not take part in."""
         self._begin()
+        self._began = time.perf_counter()
         while not self.finished and self.node.exchange.wire.node not in self._sampling.draw(self.node.round + 1).shares:
             self._close()
             self._begin()
         if not self.finished:
             self.node.go_on()
             self._remember()
+            self._began = time.perf_counter()
 
     def _remember(self) -> None:
         """A kept inner state as the round begins: to that it goes back where this node is excluded."""
@@ -513,28 +541,38 @@ class NestedOptimizer(Optimizer):
                 for p, state in zip(self.node.params, self.node.preconditioned(step), strict=True):
                     self.optimizer.state[p] = state
 
-    def _close(self) -> None:
+    def _close(self, last: bool = False) -> None:
+        """End the round with all nodes. last: it may be the last one, so that the new weights are compared at once."""
         t = self.node.round + 1
         if self._peers is not None:
-            self._peers.round = t
+            self._peers.at(t, len(self._done))
         who = self._sampling.draw(t)
+        said = Statement(
+            len(self._done),
+            self._own_bound(t),
+            self._loss,
+            time.perf_counter() - self._began,
+            self._structure(),
+            last or t == self.rounds,
+        )
+        expected = None if self._settings is None else functools.partial(self._agreed_bound, t)
         try:
             report = self.node.close(
                 who,
-                {node: self._limit(t, node) for node in who.shares},
+                said,
+                Terms(self._guard, expected, self._apart, self.local_steps, self._aggregate),
                 self._outer_settings.outer_rule,
                 self._outer_settings.outer(t),
                 self._projection,
-                self._guard,
-                self._loss,
                 bool(self._algorithm.send_preconditioner),
-                self._aggregate,
                 self._on_drop,
             )
         except EveryoneExcluded as error:
             raise all_excluded(error, self._keeper) from None
-        for node in who.shares:
-            self._taken[node] += self.local_steps
+        except OtherParameters:
+            raise self._other_parameters(t) from None
+        for node, steps in report.steps.items():
+            self._taken[node] += steps
         if self.node.exchange.wire.node in {e.node for e in report.excluded if e.reason != DROPPED}:
             self._forget()
         times = {i: who.drawn.count(i) for i in who.shares}
@@ -543,6 +581,7 @@ class NestedOptimizer(Optimizer):
                 "round": t,
                 "loss": report.loss(),
                 "participants": who.drawn,
+                "steps": [report.steps[i] for i in who.drawn],
                 "weights": [report.used.get(i, 0.0) / times[i] for i in who.drawn],
                 "excluded": [e.as_dict() for e in report.excluded],
                 "metrics": {},
@@ -550,9 +589,61 @@ class NestedOptimizer(Optimizer):
             }
         )
         self._set_apart(self.history[-1])
+        self._warn(t, report)
+        if self._flags[0] != self._flags_at_start:
+            self._refuse_unsynchronised(t)
         for logger in self._loggers:
             logger(self.history[-1])
-        self._keep_round()
+        self._keep_round(report)
+
+    def _warn(self, t: int, report: Report) -> None:
+        """Warn about nodes that do not count in a round, and once about each node that differs from the others."""
+        texts = [f"Round {t} goes on without {e}." for e in report.excluded if e.reason != DROPPED]
+        for node, text in report.remarks.items():
+            if node not in self._remarked:
+                self._remarked.add(node)
+                texts.append(text)
+        for text in texts:
+            warnings.warn(text, UserWarning, stacklevel=4)
+            if self._keeper is not None:
+                self._keeper.log(text)
+
+    # ---- the parameters that are trained ----
+
+    def _structure(self) -> int:
+        """A digest of which parameters train: a parameter that is frozen or added on one node only is noticed."""
+        flags = tuple((id(p), p.requires_grad) for group in self.optimizer.param_groups for p in group["params"])
+        if flags != self._flags[0]:
+            self._flags = flags, word_of(json.dumps(self._trained()).encode())
+        return self._flags[1]
+
+    def _trained(self) -> list[str]:
+        """The parameters of every group that train, by name; what is not synchronised is called so."""
+        names = {id(p): name for name, p in zip(self.node.exchange.names, self.node.params, strict=True)}
+        return [
+            f"group {k}: {names.get(id(p), f'{shape(_local(p))}, {UNSYNCHRONISED}')}"
+            for k, group in enumerate(self.optimizer.param_groups)
+            for p in group["params"]
+            if p.requires_grad
+        ]
+
+    def _refuse_unsynchronised(self, t: int) -> None:
+        """Parameters that were added or unfrozen on all nodes alike would train on each node by itself."""
+        added = [text for text in self._trained() if text.endswith(UNSYNCHRONISED)]
+        if added:
+            raise ValueError(
+                f"Round {t}: {added[0]}: it was added or unfrozen after the NestedOptimizer was built. Build it again "
+                "with all parameters that train."
+            )
+
+    def _other_parameters(self, t: int) -> RuntimeError:
+        """The error on all nodes when they do not train the same parameters any more."""
+        if self._peers is not None:
+            try:
+                self._peers.agree({"parameters that train": self._trained()})
+            except Disagreement as error:
+                return Disagreement(f"Round {t}: {error}")
+        return Disagreement(f"Round {t}: the nodes do not train the same parameters any more. Start all of them again.")
 
     def _set_apart(self, row: Mapping[str, Any]) -> None:
         """Who goes on from where, after a round; all nodes know, since the guard has no bound for such a one."""
@@ -620,7 +711,7 @@ class NestedOptimizer(Optimizer):
             "seed": sampling.seed,
             **(describe or {}),
         }
-        keeper = Keeper(Crew(self.node.exchange.wire, self.node.exchange.shards), Path(run), keep)
+        keeper = Keeper(Crew(self.node.exchange.wire, self.node.exchange.shards), Path(run), keep, self._guard)
         keeper.open(facts, resume)
         return keeper
 
@@ -635,7 +726,7 @@ class NestedOptimizer(Optimizer):
         snapshot, path = found
         nodes, step = self.node.exchange.wire.nodes, snapshot.step or 0
         own = restore(snapshot, self.node)
-        self.node.load()
+        self.node.restart()
         if self._algorithm.send_preconditioner and self.node.round:
             self.node.second_moment = self.node._gathered("exp_avg_sq")
         self._taken = [*snapshot.meta["taken"], *[0] * nodes][:nodes]
@@ -651,9 +742,9 @@ class NestedOptimizer(Optimizer):
             self.resumed = Resumed(self.node.round, step, extra, int(snapshot.meta["writers"]), path)
         return step > 0
 
-    def _keep_round(self) -> None:
+    def _keep_round(self, report: Report) -> None:
         if self._keeper is not None and self._checkpoint_every is not None:
-            self._keeper.record(self.history[-1])
+            self._keeper.record(self.history[-1], report.seconds)
             if self.finished or self.node.round % self._checkpoint_every == 0:
                 self._save(0)
 
@@ -681,6 +772,7 @@ class NestedOptimizer(Optimizer):
             own["done"] = counted(self._done)
             own["weights"] = dict(zip(self.node.exchange.names, self.node.local(), strict=True))
             own["buffers"] = dict(self.node.buffers.now()) if self.node.buffers else {}
+            own["loaded"] = self.node.exchange.loaded
         return own
 
     @torch.no_grad()
@@ -692,6 +784,7 @@ class NestedOptimizer(Optimizer):
         if step:
             self._inner_before = own.get("inner_before")
             self._done = one_by_one(own["done"])
+            self.node.exchange.loaded = own.get("loaded", self.node.exchange.loaded)  # not in older checkpoints
             for name, p in zip(self.node.exchange.names, self.node.local(), strict=True):
                 p.copy_(own["weights"][name])
             if self.node.buffers:
@@ -700,16 +793,19 @@ class NestedOptimizer(Optimizer):
     def _device(self) -> torch.device:
         return self.node.params[0].device if self.node.params else torch.device("cpu")
 
-    def _limit(self, t: int, node: int) -> Bound:
-        """How far a node can have moved: from the agreed settings, or from the steps of this node's inner optimizer."""
-        if node in self._apart:
+    def _own_bound(self, t: int) -> Bound:
+        """How far this node can have moved, by the steps that it took."""
+        if not self._done or not self._guard:
             return Bound(None)
         if self._settings is not None:
-            return self._settings.limit(t, self._taken[node], self.local_steps)
+            return self._agreed_bound(t, self.node.exchange.wire.node, len(self._done))
         rule = _rule_of(self.optimizer)
-        if rule is None or not self._done:
-            return Bound(None)
-        return bound(rule, self._done)
+        return Bound(None) if rule is None else bound(rule, self._done)
+
+    def _agreed_bound(self, t: int, node: int, steps: int) -> Bound:
+        """How far a node can have moved in so many steps, by the agreed settings."""
+        assert self._settings is not None
+        return self._settings.limit(t, self._taken[node], steps) if self._guard else Bound(None)
 
     def _numbers(self) -> Numbers:
         """What the inner optimizer steps with now, by parameter where groups differ."""

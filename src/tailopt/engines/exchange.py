@@ -4,14 +4,16 @@ Each node owns a stretch of the flat buffer. It receives that stretch of every n
 judges it; verdicts are exchanged, so that an exclusion is unanimous; then it adds up in ascending node order, takes the
 outer step on its stretch (the outer state lives there too), and sends the new weights back:
 
-    header      round, node, elements, weight, loss, a checksum of every stretch    to everybody
-    shards      stretch k of my displacement to node k                              right behind it, point to point
-    verdicts    damaged, not finite, beyond the bound: about every node             to everybody
-    sum, step   my stretch: weighted mean, outer rule, projection                   no traffic, but for norms
-    weights     my stretch to everybody                                             point to point
+    header      round, node, weight, steps, digests (header.py)             to everybody
+    shards      stretch k of my displacement to node k                      right behind it, point to point
+    bounds      where the nodes state different ones (limits.py)            to everybody, else not at all
+    verdicts    damaged, not finite, beyond the bound: about every node     to everybody
+    sum, step   my stretch: weighted mean, outer rule, projection           no traffic, but for norms
+    weights     my stretch to everybody                                     point to point
 
-Before the first of them the header goes alone, to see that all have as many elements. A checkpoint begins with a
-message like a header, whose round is negative: a node that writes one while others end a round is found out.
+Before the first of them the header goes alone, to see that all have as many elements. The next header says what each
+node loaded of the new weights, and what each owner sent: a node that loaded something else is left out of that round,
+and gets the weights again before they are used for anything.
 
 Stretches are cut at the blocks over which norms are summed, so the bits are those of the simulation, and depend on
 neither the number of nodes nor the topology.
@@ -21,8 +23,7 @@ from __future__ import annotations
 
 import bisect
 import math
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -33,12 +34,16 @@ from torch import Tensor
 
 from tailopt.clipping.operators import arithmetic
 from tailopt.clipping.shards import by_ranks, local_part
-from tailopt.engines import passes
-from tailopt.engines.passes import Look, Span
+from tailopt.engines import limits, passes
+from tailopt.engines.header import Damaged, Header, at_meeting, bound_word, damaged, word_of
+from tailopt.engines.passes import Look, Span, Spans
 from tailopt.engines.peers import Peers, on_cpu
+from tailopt.engines.rendezvous import named
+from tailopt.engines.verdicts import Row, Verdict, pairs_that_differ, unanimous, verdict_row
+from tailopt.records.shards import memory
 from tailopt.rounds.blocks import BLOCK, root
-from tailopt.rounds.drops import Dropped, empty
-from tailopt.rounds.guard import SLACK, Bound, Exclusion, exceeded, judge
+from tailopt.rounds.drops import empty
+from tailopt.rounds.guard import BEYOND, SLACK, Bound, Exclusion, exceeded, judge
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.robust import Aggregate
 from tailopt.rounds.round import BufferMean, EveryoneExcluded, Report
@@ -46,7 +51,7 @@ from tailopt.rules.rule import Numbers, Rule, State, of
 
 PIECE = 4 * BLOCK  # elements: an outer rule's four arrays of them fit the cache of a core
 MESSAGE = 1 << 20  # elements, about: smaller ones cost turns, larger ones make others wait
-HEADER = 6  # numbers of a header before the checksums
+DIGEST = 8  # bytes
 ALIKE = "Call checkpoint() on every node, after the same step."
 ALIGNMENT = 16  # elements: a cache line of fp32, and an even count, so that checksums can read pairs
 
@@ -105,10 +110,6 @@ class Layout:
         return [flat[offset : offset + size].view(shape) for offset, size, shape in rows]
 
 
-class Damaged(RuntimeError):
-    """What arrived cannot be used, and not because of a displacement: the run must end."""
-
-
 @dataclass
 class Wire:
     """The group of the nodes, by node number. Everything that is sent goes through here, so that faults can too."""
@@ -119,12 +120,17 @@ class Wire:
     peers: Peers | None = None
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None = None, timeout: float | None = None) -> Wire:
+    def of(
+        cls,
+        group: dist.ProcessGroup | None = None,
+        timeout: float | None = None,
+        stall_timeout: float | None = None,
+    ) -> Wire:
         """The nodes of a process group, by default of all processes; watched, where a timeout is given."""
         group = group or dist.group.WORLD
         assert group is not None
         group = on_cpu(group)
-        peers = Peers(group, timeout) if timeout is not None else None
+        peers = Peers(group, timeout, stall_timeout) if timeout is not None else None
         return cls(group, dist.get_rank(group), dist.get_world_size(group), peers)
 
     def _watched(self, traffic: Callable[[], object]) -> None:
@@ -134,11 +140,18 @@ class Wire:
             self.peers.call(traffic)
 
     def gather(self, mine: Tensor) -> Tensor:
-        """Everybody's small tensor, stacked in node order."""
-        out, rows = self._stacked(mine)
+        """Everybody's small tensor, stacked in node order; each travels with a digest of its bytes.
+
+        What nodes decide together follows from these: a bit that flips on the way to one of them must not go unnoticed.
+        """
+        plain = mine.contiguous().reshape(-1).view(torch.uint8)
+        out, rows = self._stacked(torch.cat([plain, _digest(plain)]))
         # point to point: gloo's all_gather is a ring, whose turns take twice as long with four nodes
         self._watched(lambda: self._swap(([rows[self.node]] * self.nodes, rows)))
-        return out
+        for sender, row in enumerate(rows):
+            if not torch.equal(_digest(row[:-DIGEST]), row[-DIGEST:]):
+                raise damaged("a small message", sender, self.node)
+        return out[:, :-DIGEST].contiguous().view(mine.dtype).view(self.nodes, *mine.shape)
 
     def broadcast(self, flat: Tensor) -> None:
         """Everybody's tensor becomes node 0's."""
@@ -149,11 +162,12 @@ class Wire:
         """Send outgoing[k] to node k and receive incoming[k] from it, for all others; what is empty is left out."""
         self._watched(lambda: self._swap((outgoing, incoming)))
 
-    def announce(self, head: Tensor, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Tensor:
-        """Everybody's header, stacked in node order, and right behind each what belongs to it, as by `swap`."""
-        out, rows = self._stacked(head)
-        self._watched(lambda: self._swap(([rows[self.node]] * self.nodes, rows), (outgoing, incoming)))
-        return out
+    def announce(self, head: Header, outgoing: Sequence[Tensor] = (), incoming: Sequence[Tensor] = ()) -> list[Header]:
+        """Everybody's header, in node order, and right behind each what belongs to it, as by `swap`."""
+        out, rows = self._stacked(head.packed())
+        behind = [(outgoing, incoming)] if outgoing else []
+        self._watched(lambda: self._swap(([rows[self.node]] * self.nodes, rows), *behind))
+        return [Header.unpacked(words, sender, self.node) for sender, words in enumerate(out.tolist())]
 
     def _stacked(self, mine: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Room for everybody's tensor, whole and by node, with this node's in it."""
@@ -172,6 +186,11 @@ class Wire:
             work.wait()
 
 
+def _digest(plain: Tensor) -> Tensor:
+    """The digest of bytes, as bytes."""
+    return torch.tensor([word_of(memory(plain))], dtype=torch.int64).view(torch.uint8)
+
+
 def _messages(tensors: Sequence[Tensor], others: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
     """What goes to or comes from each, in turns: large tensors in several messages, empty ones in none."""
     parts = {k: tensors[k].split(_message(tensors[k].numel())) for k in others if tensors[k].numel()}
@@ -182,6 +201,46 @@ def _messages(tensors: Sequence[Tensor], others: Sequence[int]) -> Iterator[tupl
 def _message(count: int) -> int:
     """How many elements of so many go in one message: all messages of a stretch are of about the same size."""
     return -(-count // max(round(count / MESSAGE), 1))
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What a node says about its part of a round.
+
+    Args:
+        steps: local steps that it took.
+        bound: how far it can have moved by them.
+        loss: of these steps.
+        seconds: that they took.
+        structure: a digest of which parameters it trains.
+        last: whether this may be the last round: the new weights are then compared at once.
+    """
+
+    steps: int = 0
+    bound: Bound = Bound(None)
+    loss: float = math.nan
+    seconds: float = 0.0
+    structure: int = 0
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a round is judged by.
+
+    Args:
+        guard: whether displacements beyond the bound are left out.
+        expected: (node, steps) -> its bound, where the settings are agreed; else nodes state their own.
+        free: participants without a bound: they continue from weights of their own.
+        most_steps: local steps that a node may take in a round.
+        aggregate: a robust one in the mean's place.
+    """
+
+    guard: bool = True
+    expected: Callable[[int, int], Bound] | None = None
+    free: Collection[int] = ()
+    most_steps: float = math.inf
+    aggregate: Aggregate | None = None
 
 
 @dataclass
@@ -222,12 +281,16 @@ class Exchange:
         self._looks = [Look()] * self.wire.nodes
         self._sum: _Sum | None = None
         self._agreed = False
+        self._sent = Look()  # of this node's stretch of the weights, as it sent them
+        self._loaded = (0,) * self.wire.nodes  # digests of every stretch of the weights, as loaded
+        self._strained: set[tuple[int, int]] = set()  # (owner, receiver) that differed in the round before
         self._pieces = [(s.start - self.mine.start, s.stop - s.start) for s in self.segments]
-        self._spans = [
+        spans = (
             Span(s.tensor, s.start - self.layout.offsets[s.tensor], s.start, s.stop - s.start, k)
             for k in range(self.wire.nodes)
             for s in self.layout.segments(k)
-        ]
+        )
+        self._spans = Spans.of(spans, self.layout.cuts)
         self._blocks = [self._blocks_of(k) for k in range(self.wire.nodes)]
         spread = by_ranks(self.owners)
         self._sharded = {i for groups, members in spread.items() if groups for i in members}
@@ -238,6 +301,23 @@ class Exchange:
     def moved(self, params: Sequence[Tensor], x: Tensor) -> None:
         """Form `self.delta`: how far this node's parameters are from the synchronised weights."""
         self._looks = passes.moved(params, x, self.delta, self._spans, self.layout.cuts)
+
+    def load(self, params: Sequence[Tensor], x: Tensor) -> None:
+        """Put the synchronised weights into the parameters, and note what was loaded."""
+        self._loaded = tuple(passes.load(params, x, self._spans, self.layout.cuts))
+
+    def restart(self, x: Tensor) -> None:
+        """The weights are from a checkpoint or from node 0, and have not been sent by those who own them."""
+        self._sent, self._strained = Look(passes.checksum(x[self.mine])), set()
+
+    @property
+    def loaded(self) -> list[int]:
+        """Digests of every stretch of the weights with which this node began its round."""
+        return list(self._loaded)
+
+    @loaded.setter
+    def loaded(self, digests: Sequence[int]) -> None:
+        self._loaded = tuple(digests)
 
     def ahead(self, i: int) -> int | None:
         """How much of a tensor the ranks of this node before this one hold; None where every rank holds all of it."""
@@ -255,35 +335,40 @@ class Exchange:
         who: Participants,
         x: Tensor,
         buffers: Mapping[str, Tensor],
-        limits: Mapping[int, Bound],
-        loss: float,
-        guard: bool = True,
-        before: Mapping[str, Tensor] | None = None,
-        aggregate: Aggregate | None = None,
+        before: Mapping[str, Tensor],
+        said: Statement,
+        terms: Terms,
     ) -> tuple[Report, dict[str, Tensor]]:
         """Judge what was moved; then `outer` can add it up and take the step.
 
-        x: the synchronised weights, flat, from which `moved` went; before: the buffers as the round began.
-        aggregate: a robust one in the mean's place. Returns the report, the same on every node, and the mean buffers.
-        Where every contribution was lost, nobody is `used` and there is no mean.
+        x: the synchronised weights, flat, from which `moved` went; before: the buffers as the round began. Returns the
+        report, the same on every node, and the mean buffers. Where every contribution was lost, nobody is `used` and
+        there is no mean.
         """
-        heads = self._swapped(t, who, loss)
+        heads = self._swapped(t, who, said, terms)
+        differing = self._other_weights(t, heads)
+        self._load_again(x, heads, differing)
         everyone = self._everyones(buffers)
-        report = Report(steps={})
-        verdicts = self._verdicts(t, who, heads, x, limits, everyone, before, guard)
+        report = Report(steps={node: heads[node].steps for node in who.shares})
+        report.seconds = {node: heads[node].seconds for node in who.shares}
+        report.last = any(head.confirm for head in heads)
+        bounds = self._bounds(t, who, heads, said, terms)
+        report.remarks = bounds.remarks
+        verdicts = self._verdicts(t, who, heads, x, bounds, differing, everyone, before, terms)
         for node, share in who.shares.items():
             if node in verdicts:
                 report.excluded.append(verdicts[node])
             else:
                 report.used[node] = share
-                report.losses[node] = _float(heads[node][5])
+                report.losses[node] = heads[node].loss
+        aggregate = terms.aggregate
         if aggregate is not None and report.used:
             self._leave_out_outliers(report, aggregate)
         if not any(report.used.values()):
             if not empty(report.excluded):
                 raise EveryoneExcluded.of(t, report.excluded)
             report.used, report.losses = {}, {}
-            return report, dict(before or {})
+            return report, dict(before)
         whole = 1.0 if not report.excluded else math.fsum(report.used.values())
         rows = [self._received[i] for i in report.used]
         combine = aggregate.combine(self._length) if aggregate is not None else None
@@ -324,6 +409,7 @@ class Exchange:
             length = root(self.norms(mine))
             if length > radius:
                 mine.mul_(radius / length)
+        self._sent = passes.look(mine)
         self.share(x)
 
     def _negative(self, i: int, d: Tensor, cut: slice) -> Tensor:
@@ -339,6 +425,19 @@ class Exchange:
         mine = flat[self.mine]
         incoming = [flat[self.layout.stretch(k)] for k in range(self.wire.nodes)]
         self.wire.swap([mine] * self.wire.nodes, incoming)
+
+    def share_compared(self, flat: Tensor) -> None:
+        """`share` what no later header speaks of: compared at once, and sent once more where it arrived differently."""
+        sent = passes.checksum(flat[self.mine])
+        differing: list[tuple[int, int]] = []
+        for _ in range(2):
+            self.share(flat)
+            loaded = [passes.checksum(flat[self.layout.stretch(k)]) for k in range(self.wire.nodes)]
+            rows = self.wire.gather(torch.tensor([sent, *loaded], dtype=torch.int64)).tolist()
+            differing = pairs_that_differ([row[0] for row in rows], {k: row[1:] for k, row in enumerate(rows)})
+            if not differing:
+                return
+        raise damaged("the outer state, twice,", *differing[0])
 
     def norms(self, stretch: Tensor) -> list[float]:
         """The sum of squares of every tensor, from blocks added in block order: the same on every node."""
@@ -393,90 +492,199 @@ class Exchange:
             value = local_part(value, self.owners[s.tensor])
         return value.expand(self.shapes[s.tensor]).reshape(-1)[s.start - offset : s.stop - offset].to(self.delta.device)
 
-    def _swapped(self, t: int, who: Participants, loss: float) -> list[list[int]]:
+    def _head(self, t: int, part: bool, share: float, said: Statement) -> Header:
+        """This node's header."""
+        return Header(
+            round=t,
+            node=self.wire.node,
+            elements=self.layout.total,
+            sends=int(part),
+            weight=share,
+            loss=said.loss,
+            steps=said.steps,
+            bound=bound_word(said.bound),
+            structure=said.structure,
+            confirm=int(said.last),
+            seconds=said.seconds,
+            sent=self._sent.checksum,
+            finite=int(self._sent.top < math.inf),
+            checksums=tuple(seen.checksum if part else 0 for seen in self._looks),
+            weights=self._loaded,
+        )
+
+    def _swapped(self, t: int, who: Participants, said: Statement, terms: Terms) -> list[Header]:
         """Everybody's header; this stretch of the displacement of all who take part is in `_received` then.
 
         Another number of elements ends the run; another round or node is left out later.
         """
-        part, share = self.wire.node in who.shares, who.shares.get(self.wire.node, 0.0)
-        sums = [seen.checksum if part else 0 for seen in self._looks]
-        head = [t, self.wire.node, self.layout.total, int(part), _bits(share), _bits(loss), *sums]
-        mine, nothing = torch.tensor(head, dtype=torch.int64), self.delta[:0]
+        part = self.wire.node in who.shares
+        head, nothing = self._head(t, part, who.shares.get(self.wire.node, 0.0), said), self.delta[:0]
         if not self._agreed:  # asked once, on its own: gloo ends a process that gets more than it expects
-            self._agree(t, who, self.wire.gather(mine))
+            self._agree(t, who, self.wire.announce(head), terms)
             self._agreed = True
         outgoing = [self.delta[self.layout.stretch(k)] if part else nothing for k in range(self.wire.nodes)]
         incoming = [row if k in who.shares else nothing for k, row in enumerate(self._received)]
-        return self._agree(t, who, self.wire.announce(mine, outgoing, incoming))
+        return self._agree(t, who, self.wire.announce(head, outgoing, incoming), terms)
 
-    def _agree(self, t: int, who: Participants, heads: Tensor) -> list[list[int]]:
+    def _agree(self, t: int, who: Participants, heads: list[Header], terms: Terms) -> list[Header]:
         """The headers, where all nodes end a round, with as many elements and the weights that this node knows."""
-        found: list[list[int]] = heads.tolist()
-        for k, (at, _, count, _, weight, *_) in enumerate(found):
-            if at < 0:
+        for k, head in enumerate(heads):
+            if head.round < 0:
                 raise Damaged(f"Node {k} writes a checkpoint while node {self.wire.node} ends round {t}. {ALIKE}")
             share = who.shares.get(k, 0.0)
-            if count != self.layout.total:
-                wrong = f"{count} elements, and {self.layout.total} were expected"
-            elif weight != _bits(share):
-                wrong = f"a weight of {_float(weight):g}, and {share:g} was expected"
+            if head.elements != self.layout.total:
+                wrong = f"{head.elements} elements, and {self.layout.total} were expected"
+            elif head.weight != share:
+                wrong = f"a weight of {head.weight:g}, and {share:g} was expected"
             else:
                 continue
             raise Damaged(f"Round {t}: node {k} came with {wrong}. Restart all nodes from the last checkpoint.")
-        return found
+        if len({head.structure for head in heads}) > 1:
+            raise OtherParameters
+        if terms.guard:
+            _check_finite(t - 1, heads)
+        return heads
+
+    # the weights of the round before, as they were sent and as they were loaded
+
+    def meet(self, round: int, step: int, x: Tensor, guard: bool) -> tuple[list[Header], bool]:
+        """Meet all nodes before a checkpoint or after the last round: whoever loaded other weights loads them again.
+
+        Returns the headers, and whether x changed here.
+        """
+        heads = self.wire.announce(at_meeting(self._head(0, False, 0.0, Statement()), round, step))
+        if any((head.round, head.steps) != (-1 - round, step) for head in heads):
+            return heads, False
+        if guard:
+            _check_finite(round, heads)
+        differing, began_from = self._pairs(heads), self._loaded
+        self._load_again(x, heads, differing)
+        if step:  # local steps were taken from the other weights: the end of the round must leave them out
+            self._loaded = began_from
+        return heads, any(receiver == self.wire.node for _, receiver in differing)
+
+    def _pairs(self, heads: Sequence[Header]) -> list[tuple[int, int]]:
+        return pairs_that_differ([head.sent for head in heads], {k: head.weights for k, head in enumerate(heads)})
+
+    def _other_weights(self, t: int, heads: Sequence[Header]) -> list[tuple[int, int]]:
+        """(owner, receiver) where a receiver loaded other weights than the owner sent; twice in a row ends the run."""
+        differing = self._pairs(heads)
+        again = sorted(self._strained & set(differing))
+        self._strained = set(differing)
+        if again:
+            owner, receiver = again[0]
+            where = f"node {receiver} loaded other weights than node {owner} sent"
+            if owner == receiver:
+                where = f"the weights that node {owner} sent changed in its own memory"
+            raise Damaged(
+                f"Round {t}: {where}, for the second round in a row. Either of them or the link between them is at "
+                "fault. Check both, and restart all nodes from the last checkpoint."
+            )
+        return differing
+
+    def _load_again(self, x: Tensor, heads: Sequence[Header], differing: Sequence[tuple[int, int]]) -> None:
+        """Give the synchronised weights again to nodes that hold others, from the first node that holds the right ones.
+
+        All nodes have the same headers, so all know who sends and who receives.
+        """
+        wrong = sorted({receiver for _, receiver in differing})
+        if not wrong:
+            return
+        sound = [k for k in range(self.wire.nodes) if k not in wrong]
+        if not sound:
+            owners = sorted({owner for owner, _ in differing})
+            raise Damaged(
+                f"No node holds the weights that {named(owners)} sent. Restart all nodes from the last checkpoint."
+            )
+        donor, here, nothing = sound[0], self.wire.node, x[:0]
+        outgoing = [x if here == donor and k in wrong else nothing for k in range(self.wire.nodes)]
+        incoming = [x if here in wrong and k == donor else nothing for k in range(self.wire.nodes)]
+        self.wire.swap(outgoing, incoming)
+        if here in wrong:
+            self._loaded = tuple(passes.checksum(x[self.layout.stretch(k)]) for k in range(self.wire.nodes))
+            if self._loaded != tuple(head.sent for head in heads):
+                raise damaged("what was sent again of the weights", donor, here)
+
+    # verdicts
+
+    def _bounds(
+        self, t: int, who: Participants, heads: Sequence[Header], said: Statement, terms: Terms
+    ) -> limits.Limits:
+        """How far each participant can have moved."""
+        if terms.expected is not None:
+            return limits.agreed(t, heads, who.shares, terms.expected, terms.free)
+        return limits.stated(t, heads, who.shares, said.bound, terms.free, self.names, self.wire.gather)
 
     def _verdicts(
         self,
         t: int,
         who: Participants,
-        heads: Sequence[Sequence[int]],
+        heads: Sequence[Header],
         x: Tensor,
-        limits: Mapping[int, Bound],
+        bounds: limits.Limits,
+        differing: Sequence[tuple[int, int]],
         buffers: Sequence[Mapping[str, Tensor]],
-        before: Mapping[str, Tensor] | None,
-        guard: bool,
+        before: Mapping[str, Tensor],
+        terms: Terms,
     ) -> dict[int, Exclusion]:
         """Whom everybody leaves out, and why: the worst that anybody saw."""
-        mine = torch.zeros(self.wire.nodes, 4, dtype=torch.float64)
         places = [*self.names, *(buffers[0] if buffers else ())]
+        mine = torch.zeros(self.wire.nodes, 4, dtype=torch.float64)
+        owners = {receiver: owner for owner, receiver in reversed(differing)}
         for node in who.shares:
-            row = self._received[node]
-            number, sender, _, sent, *_ = heads[node]
-            if not sent:
-                mine[node] = torch.tensor([6.0, 0.0, 0.0, 0.0], dtype=torch.float64)
-                continue
-            if number != t or sender != node:  # everybody has the same headers, so everybody says the same
-                wrong = (4.0, 0.0, float(number), float(t)) if number != t else (5.0, 0.0, float(sender), float(node))
-                mine[node] = torch.tensor(wrong, dtype=torch.float64)
-                continue
-            seen = self._looks[node] if node == self.wire.node else passes.look(row)
-            if node != self.wire.node and seen.checksum != heads[node][HEADER + self.wire.node]:
-                mine[node] = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
-                continue
-            if not guard:
-                continue
-            found = self._judged(node, row, seen.top, x, limits[node], buffers[node], before)
+            found = self._by_header(t, node, heads[node], bounds, owners.get(node), terms)
+            if found is None:
+                found = self._by_displacement(node, heads[node], x, bounds, buffers[node], before, places, terms.guard)
             if found is not None:
-                code = 2.0 if found.bound is None else 3.0
-                tensor = float(places.index(found.tensor))
-                mine[node] = torch.tensor([code, tensor, found.value, found.bound or 0.0], dtype=torch.float64)
-        all_seen = self.wire.gather(mine)
+                mine[node] = torch.tensor(found, dtype=torch.float64)
+        all_seen, judges = self.wire.gather(mine), list(range(self.wire.nodes))
         if self.shards is not None:  # what one rank of a node saw, all of them act on
-            all_seen = self.shards.gather(all_seen).flatten(0, 1)
-        verdicts: dict[int, Exclusion] = {}
-        by_node = all_seen.transpose(0, 1).tolist()
-        for node in who.shares:
-            rows = [row for row in by_node[node] if row[0]]
-            if rows:
-                code, tensor, value, most = min(rows, key=lambda r: (r[0], r[1], r[3] - abs(r[2])))
-                if code == 6.0:
-                    verdicts[node] = Dropped.of(node)
-                    continue
-                place = places[int(tensor)] if code in (2.0, 3.0) else "what arrived"
-                verdicts[node] = Exclusion(node, place, value, most if code == 3.0 else None, _REASONS[int(code)])
-        if guard:
-            self._judge_norms(who, x, limits, verdicts)
+            all_seen, judges = self.shards.gather(all_seen).flatten(0, 1), judges * self.shards.nodes
+        rows = [[tuple(about) for about in judge] for judge in all_seen.tolist()]
+        verdicts = unanimous(t, list(who.shares), rows, judges, places)
+        if terms.guard:
+            self._judge_norms(who, x, bounds.by_node, verdicts)
         return verdicts
+
+    def _by_header(
+        self, t: int, node: int, head: Header, bounds: limits.Limits, sender: int | None, terms: Terms
+    ) -> Row | None:
+        """What a header alone decides. Everybody has the same headers, so everybody decides the same."""
+        if not head.sends:
+            return verdict_row(Verdict.DROPPED)
+        if head.round != t:
+            return verdict_row(Verdict.OTHER_ROUND, value=float(head.round), bound=float(t))
+        if head.node != node:
+            return verdict_row(Verdict.OTHER_NODE, value=float(head.node), bound=float(node))
+        if sender is not None:
+            return verdict_row(Verdict.OTHER_WEIGHTS, value=float(sender))
+        if terms.guard and not 0 <= head.steps <= terms.most_steps:
+            return verdict_row(Verdict.TOO_MANY_STEPS, value=float(head.steps), bound=terms.most_steps)
+        if terms.guard and node in bounds.wrong:
+            return verdict_row(Verdict.OTHER_SETTINGS)
+        return None
+
+    def _by_displacement(
+        self,
+        node: int,
+        head: Header,
+        x: Tensor,
+        bounds: limits.Limits,
+        buffers: Mapping[str, Tensor],
+        before: Mapping[str, Tensor],
+        places: Sequence[str],
+        guard: bool,
+    ) -> Row | None:
+        """What this node's stretch of a displacement decides."""
+        received = self._received[node]
+        seen = self._looks[node] if node == self.wire.node else passes.look(received)
+        if node != self.wire.node and seen.checksum != head.checksums[self.wire.node]:
+            return verdict_row(Verdict.DAMAGED)
+        found = self._judged(node, received, seen.top, x, bounds.by_node[node], buffers, before) if guard else None
+        if found is None:
+            return None
+        code = Verdict.NOT_FINITE if found.bound is None else Verdict.BEYOND_BOUND
+        return verdict_row(code, places.index(found.tensor), found.value, found.bound or 0.0)
 
     def _judged(
         self,
@@ -515,7 +723,7 @@ class Exchange:
                 most = exceeded(length, group, own)
                 if most is not None:
                     name = "all tensors" if whole else self.names[i]
-                    verdicts[node] = Exclusion(node, name, length, most, _REASONS[3])
+                    verdicts[node] = Exclusion(node, name, length, most, BEYOND)
                     break
 
     def _begun(self, x: Tensor) -> list[list[Tensor]]:
@@ -551,13 +759,18 @@ class Exchange:
         return [{name: one[name] for name in buffers} for one in found]
 
 
-_REASONS = {
-    1: "damaged on the way",
-    2: "not finite",
-    3: "beyond what its optimizer can move",
-    4: "of another round",
-    5: "of another node",
-}
+class OtherParameters(Exception):
+    """The nodes do not train the same parameters any more; who does what is in their facts."""
+
+
+def _check_finite(t: int, heads: Sequence[Header]) -> None:
+    """End the run where an owner took an outer step to weights that are not finite: named by its own header."""
+    owners = [k for k, head in enumerate(heads) if not head.finite]
+    if owners:
+        raise Damaged(
+            f"Round {t} ended with weights that are not finite, in the partition of {named(owners)}. Lower the outer "
+            "learning rate; where it is always one node, look at its memory. The last checkpoint is from before."
+        )
 
 
 def _plainly_within(top: float, limit: Bound) -> bool:
@@ -644,11 +857,3 @@ def _in_order(values: Sequence[float]) -> float:
     for value in values:
         total += value
     return total
-
-
-def _bits(value: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def _float(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

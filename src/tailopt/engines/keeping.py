@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from tailopt.algorithms import Algorithm
 from tailopt.clipping.shards import is_dtensor
-from tailopt.engines.exchange import ALIKE, HEADER, Wire
+from tailopt.engines.exchange import ALIKE, Wire
 from tailopt.records import checkpoints, together
 from tailopt.records.checkpoints import DamagedCheckpoint, Snapshot
 from tailopt.records.folder import Run, is_run, opened, storable
@@ -123,16 +123,19 @@ class Keeper:
         crew: all who write.
         folder: the run's, which all nodes share.
         keep: how many checkpoints.
+        guard: whether weights that are not finite end the run before they are written.
     """
 
     crew: Crew
     folder: Path
     keep: int = 3
+    guard: bool = True
     run: Run | None = None
     story: list[str] = field(default_factory=list)
     last: Path | None = None  # the checkpoint that all nodes wrote, or found sound
     _rows: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     _began: float = field(default_factory=time.perf_counter)
+    _slowest: int | None = None  # the node that was last named so in the log
 
     def open(self, config: Mapping[str, Any], resume: bool) -> None:
         """A new run folder, or with `resume` the one that is there, if it is of the same run."""
@@ -153,16 +156,36 @@ class Keeper:
         self._ask(first)
         self._ask(others)
 
-    def record(self, row: dict[str, Any]) -> None:
-        """Add a row to the history; where the disk is full, before the next one."""
+    def record(self, row: dict[str, Any], local: Mapping[int, float]) -> None:
+        """Add a row to the history; where the disk is full, before the next one.
+
+        local: seconds of every participant's local steps. The slowest node stands with the times, and in the log where
+        the others wait for it.
+        """
         now = time.perf_counter()
-        seconds, self._began = {"round_seconds": now - self._began}, now
+        seconds: dict[str, Any] = {"round_seconds": now - self._began}
+        self._began = now
+        if local:
+            slowest = max(local, key=lambda node: local[node])
+            seconds |= {"slowest_node": slowest, "local": local[slowest]}
+            self._log_slowest(row["round"], slowest, local)
         if self.run is not None:
             self._rows.append((row, seconds))
             try:
                 self._write_rows()
             except OSError as error:
                 self.say(f"The history of round {row['round']} could not be written yet: {error}.")
+
+    def _log_slowest(self, t: int, slowest: int, local: Mapping[int, float]) -> None:
+        """A line in the log when another node than before keeps the others waiting for long."""
+        others = sorted(value for node, value in local.items() if node != slowest)
+        usual = others[(len(others) - 1) // 2] if others else 0.0
+        if others and slowest != self._slowest and local[slowest] > max(1.5 * usual, usual + 0.1):
+            self._slowest = slowest
+            self.log(
+                f"round {t}: node {slowest} is the slowest: its local steps took {local[slowest]:.3g} s, and "
+                f"{usual:.3g} s is the median of the others"
+            )
 
     def say(self, text: str) -> None:
         """A warning on every node, and a line in the log."""
@@ -185,7 +208,7 @@ class Keeper:
             own: what this node keeps to itself: tensors and plain values.
             taken: local steps of every node.
         """
-        self._meet(node.round, step)
+        self._meet(node, step)
         moment = node.round, step or None
         at = f"after round {node.round}" + (f" and {step} local steps" if step else "")
         names, average = node.exchange.names, node.average is not None
@@ -322,18 +345,21 @@ class Keeper:
 
     # what nodes tell each other
 
-    def _meet(self, round: int, step: int) -> None:
-        """Find out whether all nodes are here, in a message as long as the header of a round.
+    def _meet(self, node: Node, step: int) -> None:
+        """Find out whether all nodes are here, and hold the weights that the owners sent.
 
-        Messages of different lengths would end the processes without a word.
+        By headers, as at the end of a round: messages of different lengths would end the processes without a word.
         """
-        across = self.crew.across
-        mine = torch.zeros(HEADER + across.nodes, dtype=torch.int64)
-        mine[:3] = torch.tensor([-1 - round, across.node, step])
-        for k, (at, _, taken, *_) in enumerate(across.gather(mine).tolist()):
-            if (at, taken) == (-1 - round, step):
+        across, round = self.crew.across, node.round
+        heads, changed = node.exchange.meet(round, step, node.x, self.guard)
+        if changed and not step:
+            node.load()
+        for k, head in enumerate(heads):
+            if (head.round, head.steps) == (-1 - round, step):
                 continue
-            said = f"ends round {at}" if at >= 0 else f"writes a checkpoint after round {-1 - at}, step {taken}"
+            said = f"ends round {head.round}"
+            if head.round < 0:
+                said = f"writes a checkpoint after round {-1 - head.round}, step {head.steps}"
             error = RuntimeError(
                 f"Node {k} {said}; node {across.node} writes a checkpoint after round {round}, step {step}. {ALIKE}"
             )

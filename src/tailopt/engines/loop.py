@@ -149,6 +149,7 @@ class Loop:
             "round": t,
             "loss": report.loss(),
             "participants": who.drawn,
+            "steps": [report.steps[i] for i in who.drawn],
             "weights": [report.used.get(i, 0.0) / times_drawn[i] for i in who.drawn],
             "excluded": [e.as_dict() for e in report.excluded],
             "metrics": metrics,

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tailopt.engines.closing import block, on_sigterm, say
 from tailopt.engines.rendezvous import (
     Disagreement,
     NodeLost,
@@ -65,7 +66,8 @@ _WORDS = re.compile("connection|timed out|timeout|peer|socket|broken pipe|pair",
 class Heart:
     """Shows that this node lives, and listens to the others: one thread with its own connection to the store.
 
-    A sign of life is JSON: a count, why the node has left if it has, and whether it knows the verdict.
+    A sign of life is JSON: a count, why the node has left if it has, whether it knows the verdict, where it is (round
+    and local step), and whether it waits for others there.
     """
 
     def __init__(self, whole: Store, prefix: str, turn: int, node: int, nodes: int) -> None:
@@ -79,6 +81,10 @@ class Heart:
         self.broken = ""  # why the store cannot be reached any more
         self.hurry = False
         self.accuse: dict[str, Any] | None = None  # to be posted, unless somebody was first
+        self.round, self.step, self.waits = 0, 0, False  # of this node
+        self.places: dict[int, tuple[int, int, bool]] = {}  # of the others: round, local step, whether they wait
+        self.last_good: Callable[[], str] = str  # from where the run can go on, in words
+        self.keeper = ""  # who serves the store, in words
         self._leaving: str | None = None
         self._counts: dict[int, int] = {}
         self._looked = time.monotonic()
@@ -122,7 +128,8 @@ class Heart:
 
     def _poll(self) -> None:
         now = time.monotonic()  # before reading: a pause in between must not age anybody
-        sign = {"count": self.polls, "left": self._leaving, "knows": self.verdict is not None}
+        at = (self.round, self.step, self.waits)
+        sign = {"count": self.polls, "left": self._leaving, "knows": self.verdict is not None, "at": at}
         self._own.set(f"sign/{self.node}", json.dumps(sign))
         others = [k for k in range(self.nodes) if k != self.node]
         here = [k for k in others if k in self._counts or self._own.check([f"sign/{k}"])]
@@ -132,6 +139,8 @@ class Heart:
             seen = json.loads(text)
             self.ages[k] = self.ages.get(k, 0.0) + gap if self._counts.get(k) == seen["count"] else 0.0
             self._counts[k] = seen["count"]
+            round, step, waits = seen["at"]
+            self.places[k] = (int(round), int(step), bool(waits))
             if seen["left"] is not None:
                 self.left[k] = seen["left"]
             if seen["knows"]:
@@ -205,20 +214,40 @@ class Peers:
     Args:
         group: the process group; hearts are shared by all that watch the same one.
         timeout: how long a node may show no sign of life.
+        stall_timeout: how long a node may show signs of life and make no progress while others wait for it; None for
+            as long as it likes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float = 60.0) -> None:
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not LEAST <= timeout < float("inf"):
-            raise ValueError(f"Invalid timeout: {timeout!r}; need a number of seconds, {LEAST:g} or more.")
+    def __init__(self, group: dist.ProcessGroup, timeout: float = 60.0, stall_timeout: float | None = None) -> None:
+        for name, value in (("timeout", timeout), ("stall_timeout", stall_timeout)):
+            if name == "stall_timeout" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not LEAST <= value < float("inf"):
+                raise ValueError(f"Invalid {name}: {value!r}; need a number of seconds, {LEAST:g} or more.")
         self.node, self.nodes = dist.get_rank(group), dist.get_world_size(group)
-        self.timeout = float(timeout)
-        self.round = 0
+        self.timeout, self.stall_timeout = float(timeout), stall_timeout
+        self._warned_in = -1  # the round in which a slow node was last named
         self.environments: list[dict[str, Any]] = []
         self._failed: RuntimeError | None = None
         whole = _DIST.distributed_c10d._get_process_group_store(dist.group.WORLD)
         self._keeper, self._keeps = _keeper(whole)
         self._worker, heart = _SHARED.get(group) or (Worker(), None)
         self._heart = heart or self._first(group, whole)
+        self._heart.keeper = self._keeper
+        on_sigterm(_told_to_end)
+
+    @property
+    def round(self) -> int:
+        """The round that this node is in."""
+        return self._heart.round
+
+    def at(self, round: int, step: int) -> None:
+        """Say where this node is."""
+        self._heart.round, self._heart.step = round, step
+
+    def can_go_on_from(self, words: Callable[[], str]) -> None:
+        """Say what the last words of this node tell about checkpoints."""
+        self._heart.last_good = words
 
     def _first(self, group: dist.ProcessGroup, whole: Store) -> Heart:
         """The heart of a group that has none; refused where another process already is this node."""
@@ -304,8 +333,12 @@ class Peers:
             self.check()
         call = self._worker.start(function)
         vigil = _Vigil(self)
-        while not call.done.wait(BEAT / 4):
-            vigil.look(closed=None, watch=watch)
+        self._heart.waits = True
+        try:
+            while not call.done.wait(BEAT / 4):
+                vigil.look(closed=None, watch=watch)
+        finally:
+            self._heart.waits = False
         if call.error is None:
             value: T = call.value
             return value
@@ -351,16 +384,19 @@ class Peers:
                 break
             time.sleep(HURRY)
         who = "This node was given up by the others" if node == self.node else f"Node {node} is gone"
-        lost = NodeLost(f"{who} {_when(round)}: {reason}. Restart all nodes from the last checkpoint.")
-        _watchdog(lost)
-        raise lost from cause
+        self._lose(f"{who} {_when(round)}: {reason}.", cause)
 
     def store_gone(self, reason: str, cause: BaseException | None) -> None:
         """The store cannot be reached: nothing can be posted, or read."""
-        lost = NodeLost(
-            f"{self._keeper} is gone {_when(self.round)}: {reason}. Restart all nodes from the last checkpoint."
-        )
-        _watchdog(lost)
+        self._lose(f"{self._keeper} is gone {_when(self.round)}: {reason}.", cause)
+
+    def stuck(self) -> None:
+        """All nodes wait for each other: nobody is to blame, and nothing will come."""
+        self._lose(f"No node has made progress {_when(self.round)} for {self.stall_timeout:g} s.", None)
+
+    def _lose(self, sentence: str, cause: BaseException | None) -> None:
+        lost = NodeLost(f"{sentence} Restart all nodes from the last checkpoint.")
+        _watchdog(lost, block(sentence, self._heart.last_good()))
         raise lost from cause
 
 
@@ -370,6 +406,9 @@ class _Vigil:
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
         self.polls, self.quiet, self.since = peers._heart.polls, 0.0, 0.0
+        self.waited = 0.0
+        self.places: dict[int, tuple[int, int, bool]] = {}
+        self.stalled: dict[int, float] = {}  # how long each node has been where it is
         self.last = time.monotonic()
 
     def look(self, closed: BaseException | None, watch: bool) -> None:
@@ -383,6 +422,8 @@ class _Vigil:
                 peers._end(heart.verdict, closed)
             self._left(closed, gap)
             self._silent(closed)
+            if closed is None:
+                self._slow(gap)
         if heart.broken:
             peers.store_gone(heart.broken, closed)
         if self.quiet > peers.timeout:
@@ -396,6 +437,31 @@ class _Vigil:
             # one that left after this very exchange has done its part: let it end
             if why.startswith("it failed") or closed is not None or self.since > LINGER:
                 self.peers._accuse(node, why, closed)
+
+    def _slow(self, gap: float) -> None:
+        """Name a node that lives and makes no progress: in a warning, and where a limit was set as lost."""
+        peers, limit = self.peers, self.peers.stall_timeout
+        self.waited += gap
+        for k, place in peers._heart.places.items():
+            self.stalled[k] = self.stalled.get(k, 0.0) + gap if self.places.get(k) == place else 0.0
+            self.places[k] = place
+        busy = {k: self.stalled[k] for k, (_, _, waits) in self.places.items() if not waits}
+        slowest = max(busy, key=lambda k: busy[k], default=None)
+        if slowest is not None and self.waited > peers.timeout and peers._warned_in != peers.round:
+            peers._warned_in = peers.round
+            round, step, _ = self.places[slowest]
+            warnings.warn(
+                f"Round {peers.round} has waited for node {slowest} for {self.waited:.0f} s: it shows signs of life, "
+                f"and is in round {round}, after {step} local steps.",
+                stacklevel=7,
+            )
+        if limit is None:
+            return
+        if slowest is not None and busy[slowest] > limit:
+            step = self.places[slowest][1]
+            peers._accuse(slowest, f"it shows signs of life, and no progress after {step} local steps for {limit:g} s")
+        if not busy and self.stalled and min(self.stalled.values()) > limit:
+            peers.stuck()
 
     def _silent(self, closed: BaseException | None) -> None:
         ages = self.peers._heart.ages
@@ -529,20 +595,19 @@ def _keeper(store: Store) -> tuple[str, bool]:
 
 _SHARED: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Worker, Heart]] = weakref.WeakKeyDictionary()
 _HEARTS: list[tuple[Heart, Worker]] = []
-_LOST: list[NodeLost] = []
+_LOST: list[tuple[NodeLost, str]] = []  # with its last words
 
 
-def _watchdog(lost: NodeLost) -> None:
+def _watchdog(lost: NodeLost, words: str) -> None:
     """End the process in a while, whatever it is doing then."""
-    _LOST.append(lost)
+    _LOST.append((lost, words))
     if len(_LOST) == 1:
         threading.Thread(target=_bite, name="tailopt watchdog", daemon=True).start()
 
 
 def _bite() -> None:
     time.sleep(GRACE)
-    with contextlib.suppress(Exception):
-        print(f"tailopt: {_LOST[0]} This process still ran {GRACE:g} s later and is ended.", file=sys.stderr)
+    say(f"tailopt: {_LOST[0][0]} This process still ran {GRACE:g} s later and is ended.\n{_LOST[0][1]}")
     _exit()
 
 
@@ -551,6 +616,34 @@ def _exit() -> None:
         with contextlib.suppress(Exception):
             stream.flush()
     os._exit(1)
+
+
+def _told_to_end() -> str:
+    """The last words of a node that got SIGTERM: torchrun sends it to all as soon as one node is gone."""
+    if _LOST:
+        return _LOST[0][1]
+    heart, until = _HEARTS[-1][0], time.monotonic() + SILENT + 3 * BEAT
+    if heart.ended(0.0):  # the run is over
+        return ""
+    heart.quicken()
+    sentence = ""
+    while not sentence and not heart.broken and time.monotonic() < until:
+        failed = [k for k, why in heart.left.items() if why.startswith("it failed")]
+        silent = [k for k, age in heart.ages.items() if age > SILENT and k not in heart.left]
+        if heart.verdict is not None:
+            node, round, reason = (heart.verdict[key] for key in ("node", "round", "reason"))
+            sentence = f"Node {node} is gone {_when(round)}: {reason}."
+        elif failed:
+            sentence = f"Node {failed[0]} is gone {_when(heart.round)}: {heart.left[failed[0]]}."
+        elif silent:
+            sentence = f"Node {silent[0]} is gone {_when(heart.round)}: no sign of life for {SILENT:g} s."
+        time.sleep(HURRY / 2)
+    if heart.broken:
+        sentence = f"{heart.keeper} is gone {_when(heart.round)}: {heart.broken}."
+    told = "This node was told to end (SIGTERM)"
+    heart.leave("it was told to end (SIGTERM)")
+    heart.ended(LINGER)
+    return block(sentence or f"{told} {_when(heart.round)}; all other nodes showed signs of life.", heart.last_good())
 
 
 @atexit.register
@@ -566,6 +659,8 @@ def _depart() -> None:
     # a thread that comes back from C++ while the interpreter is being taken down would abort the process
     if hearts and (_LOST or any(worker.busy for _, worker in hearts)):
         logging.shutdown()
+        if _LOST:
+            say(_LOST[0][1])
         _exit()
 
 

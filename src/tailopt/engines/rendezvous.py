@@ -156,6 +156,9 @@ def _init_group(call: Store, store: Store, rank: int, nodes: int, timeout: float
     try:
         call.set(f"lives/{rank}", "")
         gone = awaited(call, "lives", range(nodes), GATHERING)
+        call.set(f"told/{rank}", "")
+        if rank == 0:  # which may take the store with it: the others look first
+            awaited(call, "told", [k for k in range(nodes) if k not in gone], timeout)
     except RuntimeError:
         raise NodeLost(f"The store is gone since the roll call ({why}). Start all nodes again.") from cause
     if gone:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tailopt.engines.distributed import NestedOptimizer
 from tailopt.engines.exchange import Wire
+from tailopt.engines.header import Header
 from tailopt.faults import disk, network
 
 
@@ -36,7 +37,7 @@ class Fault:
     def after(self, optimizer: NestedOptimizer) -> None:
         """Make it good again, before the next round is closed that is not one of these."""
 
-    def header(self, mine: Tensor, nodes: int) -> Tensor:
+    def header(self, mine: Header, nodes: int) -> Header:
         """The header that is sent."""
         return mine
 
@@ -87,27 +88,27 @@ class BitFlip(Fault):
 class Stale(Fault):
     """The header says an earlier round."""
 
-    def header(self, mine: Tensor, nodes: int) -> Tensor:
+    def header(self, mine: Header, nodes: int) -> Header:
         """One round ago."""
-        return torch.cat([mine[:1] - 1, mine[1:]])
+        return mine._replace(round=mine.round - 1)
 
 
 @dataclass(frozen=True)
 class Duplicate(Fault):
     """The header says another node, which is there already."""
 
-    def header(self, mine: Tensor, nodes: int) -> Tensor:
+    def header(self, mine: Header, nodes: int) -> Header:
         """The next one."""
-        return torch.cat([mine[:1], (mine[1:2] + 1) % nodes, mine[2:]])
+        return mine._replace(node=(mine.node + 1) % nodes)
 
 
 @dataclass(frozen=True)
 class Drop(Fault):
     """The contribution is lost: the header says so, and nobody looks at what follows it."""
 
-    def header(self, mine: Tensor, nodes: int) -> Tensor:
+    def header(self, mine: Header, nodes: int) -> Header:
         """Without a contribution."""
-        return torch.cat([mine[:3], torch.zeros_like(mine[3:4]), mine[4:]])
+        return mine._replace(sends=0)
 
 
 @dataclass(frozen=True)
@@ -225,8 +226,8 @@ class _FaultyWire(Wire):
 
     faults: Sequence[Fault] = ()
 
-    def announce(self, head: Tensor, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Tensor:
-        for fault in self.faults:
+    def announce(self, head: Header, outgoing: Sequence[Tensor] = (), incoming: Sequence[Tensor] = ()) -> list[Header]:
+        for fault in self.faults if head.round >= 0 else ():
             head, outgoing = fault.header(head, self.nodes), fault.shards(outgoing, self.node)
         return super().announce(head, outgoing, incoming)
 

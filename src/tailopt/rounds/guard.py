@@ -22,6 +22,7 @@ from tailopt.rounds.blocks import norm
 from tailopt.rules.rule import Numbers, Rule, of, product
 
 SLACK = 1e-3
+NOT_FINITE, BEYOND = "not finite", "beyond what its optimizer can move"  # why a displacement is excluded
 
 
 @dataclass(frozen=True)
@@ -105,12 +106,12 @@ def judge(
     tops = _tops(delta)
     for name, d, top in zip(names, delta, tops, strict=True):
         if not top < float("inf"):
-            return Exclusion(node, name, _first_nonfinite(d), None, "not finite")
+            return Exclusion(node, name, _first_nonfinite(d), None, NOT_FINITE)
     for name, buffer in buffers.items():
         values = torch.view_as_real(buffer.resolve_conj()) if buffer.is_complex() else buffer
         if bool(torch.isfinite(values).all()) or (before is not None and torch.equal(buffer, before[name])):
             continue
-        return Exclusion(node, name, _first_nonfinite(values), None, "not finite")
+        return Exclusion(node, name, _first_nonfinite(values), None, NOT_FINITE)
     if limit.kind == "coordinate":
         return _beyond_coordinates(node, delta, start, names, limit, tops)
     if limit.kind == "norm":
@@ -151,7 +152,7 @@ def _beyond_coordinates(
         if bool(beyond.any()):
             at = torch.where(beyond, d.abs() - allowed, float("-inf")).reshape(-1).argmax()
             value, most = float(d.reshape(-1)[at]), float(allowed.expand_as(d).reshape(-1)[at])
-            return Exclusion(node, name, value, most, "beyond what its optimizer can move")
+            return Exclusion(node, name, value, most, BEYOND)
     return None
 
 
@@ -160,7 +161,7 @@ def _beyond_norm(
 ) -> Exclusion | None:
     moved = norm(delta)
     most = exceeded(moved, start, limit)
-    return None if most is None else Exclusion(node, name, moved, most, "beyond what its optimizer can move")
+    return None if most is None else Exclusion(node, name, moved, most, BEYOND)
 
 
 def exceeded(moved: float, start: Sequence[Tensor], limit: Bound) -> float | None:

@@ -85,6 +85,8 @@ class Report:
     """What happened in a round; losses and statistics of the nodes that counted, inner states of the sound ones.
 
     own: where those go on from whose contributions were lost, if it is not from the synchronised weights.
+    Real nodes add: seconds of their local steps, remarks about nodes that differ from the others, and whether this may
+    be the last round.
     """
 
     excluded: list[Exclusion] = field(default_factory=list)
@@ -94,6 +96,9 @@ class Report:
     inner: dict[int, list[State]] = field(default_factory=dict)
     statistics: list[Any] = field(default_factory=list)
     own: dict[int, Own] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+    remarks: dict[int, str] = field(default_factory=dict)
+    last: bool = False
 
     def loss(self) -> float:
         """The mean over the nodes that counted, with their weights; NaN where nothing arrived."""

@@ -28,6 +28,7 @@ from torch import Tensor
 from tailopt.algorithms import ALGORITHMS, algorithm
 from tailopt.engines.distributed import NestedOptimizer
 from tailopt.engines.exchange import Wire
+from tailopt.engines.header import Header
 from tailopt.figures.style import pyplot
 from tailopt.records import disk
 from tailopt.studies.claims import Claim, judged
@@ -159,8 +160,9 @@ class _Counting(Wire):
         self._add([mine] * self.nodes, [mine] * self.nodes)
         return super().gather(mine)
 
-    def announce(self, head: Tensor, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Tensor:
-        self._add([head] * self.nodes, [head] * self.nodes)
+    def announce(self, head: Header, outgoing: Sequence[Tensor] = (), incoming: Sequence[Tensor] = ()) -> list[Header]:
+        words = head.packed()
+        self._add([words] * self.nodes, [words] * self.nodes)
         self._add(outgoing, incoming)
         return super().announce(head, outgoing, incoming)
 

@@ -1,0 +1,137 @@
+"""The header of an exchange: what every node tells every other node before anything else of a round.
+
+All nodes hold the same headers afterwards, so whatever follows from them alone needs no further message. A header ends
+with a digest of its own words: one that was damaged on its way is noticed before anything is decided by it.
+
+The meeting before a checkpoint, and after the last round, is a header too, with a negative round (`at_meeting`): a node
+that writes a checkpoint while another ends a round is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tailopt.records.shards import memory
+from tailopt.rounds.guard import Bound
+
+_FLOATS = ("weight", "loss", "seconds")
+
+
+class Damaged(RuntimeError):
+    """What arrived cannot be used, and not because of a displacement: the run must end."""
+
+
+class Header(NamedTuple):
+    """One node's header.
+
+    Args:
+        round: the round that the node ends; -1 - round where it meets the others for a checkpoint.
+        node: its number.
+        elements: of its flat buffer.
+        sends: 1 where its displacement counts; 0 where the node does not take part, or its contribution is lost.
+        weight: its share of the mean.
+        loss: of its local steps.
+        steps: local steps that it took in this round.
+        bound: a digest of how far it says it can have moved.
+        structure: a digest of which parameters it trains.
+        confirm: 1 where it wants the new weights to be compared after this round: it may be the last.
+        seconds: of its local steps.
+        sent: the digest of the weights that it sent to all nodes at the end of the round before, of its own partition.
+        finite: 0 where those weights are not finite.
+        checksums: of every partition of its displacement.
+        weights: digests of every partition of the weights with which it began the round, as it loaded them.
+    """
+
+    round: int
+    node: int
+    elements: int
+    sends: int = 0
+    weight: float = 0.0
+    loss: float = float("nan")
+    steps: int = 0
+    bound: int = 0
+    structure: int = 0
+    confirm: int = 0
+    seconds: float = 0.0
+    sent: int = 0
+    finite: int = 1
+    checksums: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
+
+    def packed(self) -> Tensor:
+        """The header as 64-bit words, the digest of the others last."""
+        single: Any = self[: len(_WORDS)]
+        words = [_bits(value) if name in _FLOATS else value for name, value in zip(_WORDS, single, strict=True)]
+        words += [*self.checksums, *self.weights]
+        return torch.tensor([*words, word_of(struct.pack(f"<{len(words)}q", *words))], dtype=torch.int64)
+
+    @classmethod
+    def unpacked(cls, words: list[int], sender: int, receiver: int) -> Header:
+        """The header that was packed; `Damaged` where it is not what was sent."""
+        if word_of(struct.pack(f"<{len(words) - 1}q", *words[:-1])) != words[-1]:
+            raise damaged("the header", sender, receiver)
+        single, rest = words[: len(_WORDS)], words[len(_WORDS) : -1]
+        values: dict[str, Any] = dict(zip(_WORDS, single, strict=True))
+        values |= {name: _float(values[name]) for name in _FLOATS}
+        half = len(rest) // 2
+        return cls(**values, checksums=tuple(rest[:half]), weights=tuple(rest[half:]))
+
+
+_WORDS = Header._fields[:-2]
+
+
+def at_meeting(header: Header, round: int, step: int) -> Header:
+    """The header with which a node meets the others that holds the weights of a round and some steps of the next."""
+    return header._replace(round=-1 - round, steps=step)
+
+
+def damaged(what: str, sender: int, receiver: int) -> Damaged:
+    """The error about something that changed on its way between two nodes."""
+    return Damaged(
+        f"Node {receiver} received something else than node {sender} sent: {what} does not fit its digest. Either of "
+        "them or the link between them is at fault. Restart all nodes from the last checkpoint."
+    )
+
+
+def word_of(data: bytes | memoryview) -> int:
+    """A digest of bytes as a signed 64-bit word.
+
+    Examples:
+        >>> word_of(b"a") == word_of(b"a"), word_of(b"a") == word_of(b"b")
+        (True, False)
+    """
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+def bound_word(bound: Bound) -> int:
+    """A digest of a bound: equal on two nodes that can have moved equally far.
+
+    Examples:
+        >>> bound_word(Bound("coordinate", 0.5, 0.0, 5)) == bound_word(Bound("coordinate", 0.5, 0.0, 5))
+        True
+        >>> bound_word(Bound("coordinate", 0.5, 0.0, 5)) == bound_word(Bound("coordinate", 0.25, 0.0, 5))
+        False
+    """
+    return word_of(b"|".join([repr((bound.kind, bound.steps)).encode(), _plain(bound.a), _plain(bound.c)]))
+
+
+def _plain(value: Any) -> bytes:
+    if isinstance(value, list):
+        return b"[" + b",".join(map(_plain, value)) + b"]"
+    if isinstance(value, Tensor):
+        wide = value.detach().to("cpu", torch.float64).contiguous()
+        return struct.pack("<d", float(wide)) if not wide.dim() else bytes(memory(wide))
+    return struct.pack("<d", float(value))
+
+
+def _bits(value: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

@@ -1,0 +1,174 @@
+"""How far each node of a round can have moved, as all nodes agree on it before any displacement is judged.
+
+    agreed   the settings are the same on all nodes (`from_algorithm`): the bound of every node follows from them and
+             from the steps that it states. A header that states another bound excludes its sender.
+    stated   the inner optimizer is the user's, and a scheduler may follow the local loss: every header states a digest
+             of the node's bound. Where digests differ, the bounds are gathered, and each node is judged by its own
+             statement, whose coefficients per step are capped at ten times the lower median of all participants.
+
+Both follow from the headers, which all nodes hold alike, so that no node's own settings decide about another node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tailopt.engines.header import Header, bound_word
+from tailopt.rounds.guard import Bound
+from tailopt.rules.rule import of
+
+CAP = 10.0  # times the lower median of all participants
+_KINDS = (None, "coordinate", "norm", "tensor norm")
+
+
+@dataclass
+class Limits:
+    """The bound of every participant, the nodes that stated another one than agreed, and what is worth a warning."""
+
+    by_node: dict[int, Bound]
+    wrong: set[int] = field(default_factory=set)
+    remarks: dict[int, str] = field(default_factory=dict)
+
+
+def agreed(
+    t: int,
+    heads: Sequence[Header],
+    nodes: Collection[int],
+    expected: Callable[[int, int], Bound],
+    free: Collection[int] = (),
+) -> Limits:
+    """Bounds from agreed settings.
+
+    Args:
+        t: the round.
+        heads: of all nodes.
+        nodes: the participants.
+        expected: (node, steps) -> its bound.
+        free: participants without a bound: they continue from weights of their own.
+    """
+    remarks = _step_remarks(t, heads, nodes)
+    by_node = {node: Bound(None) if node in free else expected(node, heads[node].steps) for node in nodes}
+    words = {id(bound): bound_word(bound) for bound in by_node.values()}  # most nodes share one
+    bound_nodes = [node for node in nodes if node not in free]
+    wrong = {node for node in bound_nodes if heads[node].bound != words[id(by_node[node])]}
+    if 2 * len(wrong) > len(bound_nodes):
+        # this node is the one that differs: the others exclude it, and it must not exclude the honest majority
+        return Limits(dict.fromkeys(nodes, Bound(None)), remarks=remarks)
+    return Limits(by_node, wrong, remarks)
+
+
+def stated(
+    t: int,
+    heads: Sequence[Header],
+    nodes: Collection[int],
+    own: Bound,
+    free: Collection[int],
+    names: Sequence[str],
+    gather: Callable[[Tensor], Tensor],
+) -> Limits:
+    """Bounds as the nodes state them.
+
+    Args:
+        own: this node's.
+        names: of all tensors.
+        gather: everybody's tensor, stacked; called on all nodes or on none.
+    """
+    remarks = _step_remarks(t, heads, nodes)
+    bound_nodes = [node for node in nodes if node not in free]
+    words = {heads[node].bound for node in bound_nodes}
+    if len(words) <= 1 and len(nodes) == len(heads):
+        return Limits({node: Bound(None) if node in free else own for node in nodes}, remarks=remarks)
+    if words <= {bound_word(Bound(None))}:  # nothing bounds these optimizers
+        return Limits(dict.fromkeys(nodes, Bound(None)), remarks=remarks)
+    rows = gather(torch.tensor(encoded(own, len(names)), dtype=torch.float64)).tolist()
+    capped, medians = cap({node: rows[node] for node in bound_nodes}, {node: heads[node].steps for node in nodes})
+    for node, (i, value) in _other_coefficients(rows, heads, bound_nodes, medians).items():
+        remarks.setdefault(
+            node,
+            f"Node {node} steps with other settings: in round {t} one local step moves {names[i % len(names)]} by up "
+            f"to {value:.3g} there, and {medians[i]:.3g} is the lower median of all nodes. Each node is judged by its "
+            f"own settings, up to {CAP:g} times the median.",
+        )
+    return Limits({node: capped.get(node, Bound(None)) for node in nodes}, remarks=remarks)
+
+
+def encoded(bound: Bound, tensors: int) -> list[float]:
+    """A bound as numbers: its kind, then the two coefficients of every tensor; infinite where nothing bounds it.
+
+    Examples:
+        >>> encoded(Bound("coordinate", [0.5, 0.25], 0.0, 5), 2)
+        [1.0, 0.5, 0.25, 0.0, 0.0]
+    """
+    if bound.kind is None:
+        return [0.0, *[math.inf] * tensors, *[0.0] * tensors]
+    numbers = [_magnitude(of(value, i)) for value in (bound.a, bound.c) for i in range(tensors)]
+    return [float(_KINDS.index(bound.kind)), *numbers]
+
+
+def cap(rows: Mapping[int, Sequence[float]], steps: Mapping[int, int]) -> tuple[dict[int, Bound], list[float]]:
+    """Each node's own bound, with its coefficients per step at most `CAP` times the lower median, and those medians.
+
+    Examples:
+        >>> rows = {0: [1.0, 5.0, 0.0], 1: [1.0, 5.0, 0.0], 2: [1.0, 500.0, 0.0]}
+        >>> capped, medians = cap(rows, {0: 5, 1: 5, 2: 5})
+        >>> [bound.a for bound in capped.values()], medians
+        ([[5.0], [5.0], [50.0]], [1.0, 0.0])
+    """
+    kind = Counter(int(row[0]) for row in rows.values() if 0 < row[0] < len(_KINDS)).most_common(1)[0][0]
+    tensors = (len(next(iter(rows.values()))) - 1) // 2
+    per_step = {node: [_number(value) / max(steps[node], 1) for value in row[1:]] for node, row in rows.items()}
+    medians = [sorted(column)[(len(column) - 1) // 2] for column in zip(*per_step.values(), strict=True)]
+    capped = {}
+    for node, values in per_step.items():
+        least = [min(value, CAP * median) * steps[node] for value, median in zip(values, medians, strict=True)]
+        a, c = least[:tensors], least[tensors:]
+        whole = any(math.isinf(value) for value in least)
+        capped[node] = Bound(None) if whole else Bound(_KINDS[kind], a, c, steps[node])
+    return capped, medians
+
+
+def _other_coefficients(
+    rows: Sequence[Sequence[float]], heads: Sequence[Header], nodes: Sequence[int], medians: Sequence[float]
+) -> dict[int, tuple[int, float]]:
+    """Nodes whose coefficients per step differ from the median: the first such coefficient, and its value."""
+    differing = {}
+    for node in nodes:
+        values = [_number(value) / max(heads[node].steps, 1) for value in rows[node][1:]]
+        pairs = enumerate(zip(values, medians, strict=True))
+        other = [(i, value) for i, (value, median) in pairs if not math.isclose(value, median, rel_tol=1e-6)]
+        if other:
+            differing[node] = other[0]
+    return differing
+
+
+def _step_remarks(t: int, heads: Sequence[Header], nodes: Collection[int]) -> dict[int, str]:
+    """Nodes that took another number of local steps than most."""
+    counts = Counter(heads[node].steps for node in nodes)
+    if len(counts) <= 1:
+        return {}
+    usual = min(counts, key=lambda steps: (-counts[steps], -steps))
+    return {
+        node: f"Node {node} took {heads[node].steps} local steps in round {t}, where {usual} are usual. Call "
+        "synchronize() on all nodes after the same step, or give every node its own weight."
+        for node in nodes
+        if heads[node].steps != usual
+    }
+
+
+def _magnitude(value: Any) -> float:
+    """The largest that a coefficient can be: thresholds may be tensors."""
+    if isinstance(value, Tensor):
+        return float(value.detach().abs().max()) if value.numel() else 0.0
+    return abs(float(value))
+
+
+def _number(value: float) -> float:
+    """A coefficient that arrived; NaN bounds nothing."""
+    return math.inf if math.isnan(value) else abs(value)

@@ -1,0 +1,127 @@
+"""What nodes decide about each other's displacements, as they tell each other, and which exclusion follows from it.
+
+Every node judges its own partition of every displacement. Verdicts are gathered, and the worst one about a node holds
+for all, so that an exclusion is unanimous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from tailopt.engines.header import Damaged
+from tailopt.rounds.drops import Dropped
+from tailopt.rounds.guard import BEYOND, NOT_FINITE, Exclusion
+
+
+class Verdict(IntEnum):
+    """What one node decided about another node's displacement; of several, the smallest one above 0 counts."""
+
+    SOUND = 0
+    DAMAGED = 1
+    NOT_FINITE = 2
+    BEYOND_BOUND = 3
+    OTHER_ROUND = 4
+    OTHER_NODE = 5
+    DROPPED = 6
+    OTHER_SETTINGS = 7
+    TOO_MANY_STEPS = 8
+    OTHER_WEIGHTS = 9
+
+
+Row = tuple[float, float, float, float]  # verdict, tensor, value, bound
+SOUND: Row = (0.0, 0.0, 0.0, 0.0)
+
+_ABOUT_A_TENSOR = (Verdict.NOT_FINITE, Verdict.BEYOND_BOUND)
+_REASONS = {
+    Verdict.DAMAGED: "damaged on the way",
+    Verdict.NOT_FINITE: NOT_FINITE,
+    Verdict.BEYOND_BOUND: BEYOND,
+    Verdict.OTHER_ROUND: "of another round",
+    Verdict.OTHER_NODE: "of another node",
+    Verdict.OTHER_SETTINGS: "states other settings than agreed",
+    Verdict.TOO_MANY_STEPS: "states more local steps than agreed",
+}
+
+
+@dataclass(frozen=True)
+class OtherWeights(Exclusion):
+    """A node that began the round from other weights than it was sent."""
+
+    @classmethod
+    def of(cls, node: int, sender: int) -> OtherWeights:
+        """With the node that sent them."""
+        return cls(node, f"weights of node {sender}", 0.0, None, "began from other weights than were sent")
+
+    def __str__(self) -> str:
+        return (
+            f"node {self.node}: it began from other {self.tensor} than were sent; either of the two nodes or the link "
+            "between them is at fault"
+        )
+
+
+def verdict_row(verdict: Verdict, tensor: int = 0, value: float = 0.0, bound: float = 0.0) -> Row:
+    """A verdict as it is sent."""
+    return float(verdict), float(tensor), value, bound
+
+
+def unanimous(
+    t: int, nodes: Sequence[int], by_judge: Sequence[Sequence[Row]], judges: Sequence[int], places: Sequence[str]
+) -> dict[int, Exclusion]:
+    """The nodes that all leave out of a round, and why.
+
+    Args:
+        t: the round.
+        nodes: the participants.
+        by_judge: of every judge, a row about every node.
+        judges: the node of each judge: a node may have several ranks.
+        places: tensors and buffers, by number.
+    """
+    for judge, rows in zip(judges, by_judge, strict=True):
+        for about, given in enumerate(rows):
+            _check(t, judge, about, given, len(places))
+    excluded: dict[int, Exclusion] = {}
+    for node in nodes:
+        rows = [rows[node] for rows in by_judge if rows[node][0]]
+        if rows:
+            excluded[node] = _exclusion(node, min(rows, key=lambda r: (r[0], r[1], r[3] - abs(r[2]))), places)
+    return excluded
+
+
+def _check(t: int, judge: int, about: int, given: Row, places: int) -> None:
+    """A verdict that means nothing names its sender: acting on it would exclude a node for no reason."""
+    code, tensor = given[0], given[1]
+    known = code in tuple(Verdict)
+    if known and (code not in _ABOUT_A_TENSOR or (tensor.is_integer() and 0 <= tensor < places)):
+        return
+    what = f"code {code:g}" if not known else f"tensor {tensor:g} of {places}"
+    raise Damaged(
+        f"Round {t}: node {judge} sent a verdict about node {about} that cannot be read ({what}). Does it run another "
+        "version? Restart all nodes from the last checkpoint."
+    )
+
+
+def _exclusion(node: int, given: Row, places: Sequence[str]) -> Exclusion:
+    verdict, tensor, value, bound = Verdict(int(given[0])), int(given[1]), given[2], given[3]
+    if verdict is Verdict.DROPPED:
+        return Dropped.of(node)
+    if verdict is Verdict.OTHER_WEIGHTS:
+        return OtherWeights.of(node, int(value))
+    place = places[tensor] if verdict in _ABOUT_A_TENSOR else "what arrived"
+    return Exclusion(node, place, value, bound if verdict is Verdict.BEYOND_BOUND else None, _REASONS[verdict])
+
+
+def pairs_that_differ(sent: Sequence[int], loaded: Mapping[int, Sequence[int]]) -> list[tuple[int, int]]:
+    """(owner, receiver) of every partition that a node loaded differently from what its owner says it sent.
+
+    Examples:
+        >>> pairs_that_differ([7, 8], {0: [7, 8], 1: [7, 9]})
+        [(1, 1)]
+    """
+    return [
+        (owner, receiver)
+        for receiver, digests in loaded.items()
+        for owner, digest in enumerate(digests)
+        if digest != sent[owner]
+    ]

@@ -1,0 +1,172 @@
+"""How far nodes may have moved, where they do not step with the same settings; and verdicts that mean nothing."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import tailopt
+from tailopt.engines.exchange import Wire
+from tests.engines import forked
+
+pytest.importorskip("resource", reason="processes are forked")
+
+HERE = "tests.engines.test_limits"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[forked.Server]:
+    with forked.server() as running:
+        yield running
+
+
+class Diverging(torch.optim.SGD):
+    """An outer optimizer that breaks down on one node, in one round."""
+
+    breaks = False
+    rounds = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        type(self).rounds += 1
+        if self.breaks and self.rounds == 3:
+            self.param_groups[0]["params"][0].view(-1)[0] = float("inf")
+        return found
+
+
+class Garbled(Wire):
+    """Sends verdicts that mean nothing, about node 0 in round 2."""
+
+    row: list[float] = []
+    opt: Any = None
+
+    def gather(self, mine: Tensor) -> Tensor:
+        if mine.shape == (self.nodes, 4) and self.opt.node.round == 1:
+            mine = mine.clone()
+            mine[0] = torch.tensor(self.row, dtype=mine.dtype)
+        return super().gather(mine)
+
+
+def trained(
+    rank: int,
+    lrs: list[float],
+    diverging: int | None = None,
+    verdict: list[float] | None = None,
+    participants: int | None = None,
+    schedule: bool = False,
+) -> dict[str, Any]:
+    """Five rounds with an inner optimizer of the user's own, whose learning rate may differ by node."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 300), nn.Tanh(), nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 1))
+    inner = tailopt.BiClip(net.parameters(), lr=lrs[0], u=1.0, d=0.9)
+    outer: Any = ("avg", {})
+    if diverging is not None:
+        Diverging.breaks = rank == diverging
+        outer = (Diverging, {"lr": 1.0})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opt = tailopt.NestedOptimizer(
+            inner, *outer, local_steps=2, model=net, rounds=5, timeout=10.0, participants=participants
+        )
+        if verdict is not None and rank == 2:
+            wire = opt.node.exchange.wire
+            opt.node.exchange.wire = garbled = Garbled(**{f.name: getattr(wire, f.name) for f in fields(wire)})
+            garbled.row, garbled.opt = verdict, opt
+        for group in opt.param_groups:
+            group["lr"] = lrs[rank]  # as a scheduler that follows the local loss may set it
+        while not opt.finished:
+            source = torch.Generator().manual_seed(opt.taken + 100 * rank)
+            x = torch.randn(8, 5, generator=source)
+            opt.zero_grad()
+            (net(x).squeeze(-1) - x.sum(1)).square().mean().backward()
+            opt.step()
+    return {
+        "excluded": [[e["node"] for e in row["excluded"]] for row in opt.history],
+        "warned": [str(w.message) for w in caught],
+        "weights": torch.cat([p.detach().flatten() for p in net.parameters()]).double().sum().item(),
+    }
+
+
+def test_one_node_with_a_lower_rate_excludes_nobody(server: forked.Server) -> None:
+    """Judged by the lowest rate, the honest majority was excluded in all rounds."""
+    ends = server.run(f"{HERE}:trained", 3, lrs=[1e-3, 1e-3, 1e-4])
+    assert [end.status for end in ends] == [0] * 3, [end.said for end in ends]
+    for end in ends:
+        assert end.value["excluded"] == [[]] * 5
+        assert end.value["weights"] == ends[0].value["weights"]
+        (said,) = end.value["warned"]
+        assert said.startswith(
+            "Node 2 steps with other settings: in round 1 one local step moves 0.weight by up to 0.0001 there, and "
+            "0.001 is the lower median of all nodes."
+        ), said
+
+
+def test_a_node_far_above_the_others_is_excluded(server: forked.Server) -> None:
+    """Its own statement is capped at ten times the median."""
+    for end in server.run(f"{HERE}:trained", 3, lrs=[1e-3, 1e-3, 2e-2]):
+        assert end.value["excluded"] == [[2]] * 5
+        assert sum("goes on without node 2: beyond what its optimizer can move" in t for t in end.value["warned"]) == 5
+    for end in server.run(f"{HERE}:trained", 3, lrs=[1e-3, 1e-3, 9e-3]):
+        assert end.value["excluded"] == [[]] * 5
+
+
+def test_nodes_that_do_not_take_part_judge_by_what_the_others_state(server: forked.Server) -> None:
+    """They have no bound of their own, and still own a partition."""
+    for end in server.run(f"{HERE}:trained", 3, lrs=[1e-3, 1e-3, 1e-3], participants=2):
+        assert end.value["excluded"] == [[]] * 5 and end.value["warned"] == []
+
+
+@pytest.mark.parametrize(
+    ("verdict", "said"),
+    [
+        ([17.0, 0.0, 0.0, 0.0], r"code 17"),
+        ([2.5, 0.0, 0.0, 0.0], r"code 2.5"),
+        ([-1.0, 0.0, 0.0, 0.0], r"code -1"),
+        ([float("nan"), 0.0, 0.0, 0.0], r"code nan"),
+        ([2.0, 6.0, 0.0, 0.0], r"tensor 6 of 6"),
+        ([3.0, float("inf"), 0.0, 0.0], r"tensor inf of 6"),
+    ],
+)
+def test_a_verdict_that_means_nothing_names_its_sender(server: forked.Server, verdict: list[float], said: str) -> None:
+    expected = rf"Damaged: Round 2: node 2 sent a verdict about node 0 that cannot be read \({said}\)"
+    ends = server.run(f"{HERE}:trained", 3, lrs=[1e-3] * 3, verdict=verdict)
+    for end in ends:
+        assert end.status == 1 and re.search(expected, end.said), end.said
+
+
+@pytest.mark.parametrize("owner", [0, 2])
+def test_an_owner_whose_new_weights_are_not_finite_is_named_alone(server: forked.Server, owner: int) -> None:
+    ends = server.run(f"{HERE}:trained", 3, lrs=[1e-3] * 3, diverging=owner)
+    for end in ends:
+        assert end.status == 1
+        said = re.search(r"Damaged: (Round 3 ended with weights that are not finite, .*?)\. Lower", end.said)
+        assert said is not None, end.said
+        assert said[1] == f"Round 3 ended with weights that are not finite, in the partition of node {owner}"
+
+
+# ---- the arithmetic of it ----
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1e3), st.integers(1, 50)), min_size=1, max_size=7),
+)
+def test_a_majority_is_never_capped_below_its_own_statement(stated: list[tuple[float, int]]) -> None:
+    """The cap is ten times the lower median: at least half of the nodes are below it by themselves."""
+    from tailopt.engines.limits import CAP, cap
+
+    rows = {i: [1.0, a * steps, 0.0] for i, (a, steps) in enumerate(stated)}
+    capped, medians = cap(rows, {i: steps for i, (_, steps) in enumerate(stated)})
+    kept = [i for i, (a, steps) in enumerate(stated) if capped[i].a[0] >= 0.999999 * a * steps]
+    assert 2 * len(kept) >= len(stated)
+    for i, (_, steps) in enumerate(stated):
+        assert capped[i].a[0] <= CAP * medians[0] * steps * 1.000001
