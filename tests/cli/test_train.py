@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from tailopt.cli import train
 from tailopt.cli.main import main
 from tailopt.rounds.drops import Drops
+from tests.engines import forked
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,6 +82,48 @@ def test_a_flipped_bit_is_named(finished: Path, capsys: pytest.CaptureFixture[st
     finally:
         path.write_text(before)
     assert "6 rounds are equal; the first difference is in round 7, tensor weight" in capsys.readouterr().out
+
+
+# ---- nodes that were started with other settings ----
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[forked.Server]:
+    with forked.server() as running:
+        yield running
+
+
+def started(rank: int, out: str, more: list[str], also: list[str]) -> int:
+    """`tailopt train` as one node; node 1 has other options."""
+    words = "train --task syntoken --preset small --algorithm avg-biclip --ilr 0.5 --i_u 0.1 --i_d 0.01 --rounds 2"
+    return main([*words.split(), "--quiet", "--timeout", "20", "--out", out, *also, *(more if rank == 1 else [])])
+
+
+started.connects_itself = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--noise", "gaussian"], 'configuration, task, noise: it has "gaussian", and node 0 has "student-t"'),
+        (["--df", "3"], "configuration, task, df: it has 3.0, and node 0 has 1.5"),
+        (["--samples", "600"], "configuration, task, samples: it has 600, and node 0 has"),
+        (["--batch_size", "7"], "configuration, batch_size: it has 7, and node 0 has"),
+        (["--evaluate_every", "2"], "configuration, evaluate_every: it has 2, and node 0 has 1"),
+        (["--resume"], "resume: it has true, and node 0 has false"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_every_setting_is_compared(server: forked.Server, tmp_path: Path, more: list[str], said: str) -> None:
+    for end in server.run("tests.cli.test_train:started", 2, out=str(tmp_path / "run"), more=more, also=[]):
+        assert end.status == 0 and end.value == 2, end.said  # what a shell would see
+        assert f"Node 1 disagrees with node 0 on {said}" in end.said, end.said
+
+
+def test_what_belongs_to_a_node_may_differ(server: forked.Server, tmp_path: Path) -> None:
+    more = ["--timeout", "30", "--device", "cpu"]
+    ends = server.run("tests.cli.test_train:started", 2, out=str(tmp_path / "run"), more=more, also=[])
+    assert [(end.status, end.value) for end in ends] == [(0, 0)] * 2, [end.said for end in ends]
 
 
 def test_without_torchrun(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from tailopt.algorithms import Algorithm
 from tailopt.clipping.shards import by_ranks, is_dtensor, local_part, over_shards
 from tailopt.engines import passes
 from tailopt.engines.exchange import Exchange, OtherParameters, Statement, Terms, Wire
-from tailopt.engines.header import word_of
+from tailopt.engines.header import PROTOCOL, word_of
 from tailopt.engines.keeping import (
     Crew,
     Keeper,
@@ -43,7 +43,7 @@ from tailopt.engines.keeping import (
     restore,
     set_generators,
 )
-from tailopt.engines.peers import Disagreement, shape
+from tailopt.engines.peers import Disagreement, comparable, shape
 from tailopt.engines.sequential import Buffers, real
 from tailopt.optimizers.biclip import BiClip
 from tailopt.optimizers.l2clip import L2Clip
@@ -293,7 +293,8 @@ class NestedOptimizer(Optimizer):
         checkpoint_every, keep: rounds between checkpoints, and how many are kept.
         extra: a function of no arguments: what this node's checkpoints at the ends of rounds hold besides, such as the
             position in the data: tensors and plain values. It comes back as `resumed.extra`.
-        describe: what else stands in the run folder's configuration.
+        describe: what else stands in the run folder's configuration. All nodes must give the same, except for devices
+            and paths of data.
         loggers: functions that are given every row of the history, at the end of its round.
 
     Examples:
@@ -371,7 +372,8 @@ class NestedOptimizer(Optimizer):
         self._sampling = Sampling((), how_many(wire.nodes, participation, participants), sampling, seed)
         self.rounds = rounds
         if self._peers is not None:  # before the first collective: gloo ends the process where sizes differ
-            self._peers.agree(self._facts(wire.nodes, names, params, held, average), exact)
+            facts = self._facts(wire.nodes, names, params, held, average)
+            self._peers.agree({**facts, "resume": resume, "configuration": comparable(describe or {})}, exact)
         weights = wire.gather(torch.tensor([float(weight)], dtype=torch.float64)).reshape(-1).tolist()
         self._sampling = replace(self._sampling, weights=checked_weights(weights, wire.nodes))
         robust.chosen(aggregate, self._sampling.weights, sampling)
@@ -405,6 +407,7 @@ class NestedOptimizer(Optimizer):
         words = ("params", "param_names")
         groups = [{k: v for k, v in group.items() if k not in words} for group in self.optimizer.param_groups]
         return {
+            "protocol": PROTOCOL,
             "parameters": shapes,
             "buffers": [f"{name}: {shape(b)}" for name, b in buffers.now().items()] if buffers else [],
             "algorithm": algorithm.name if settings is not None else f"{type(self.optimizer).__name__} inside",

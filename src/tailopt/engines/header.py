@@ -19,6 +19,8 @@ from torch import Tensor
 from tailopt.records.shards import memory
 from tailopt.rounds.guard import Bound
 
+PROTOCOL = 2  # of the exchange; nodes with another one cannot talk to each other
+
 _FLOATS = ("weight", "loss", "seconds")
 
 

@@ -48,7 +48,7 @@ from tailopt.engines.rendezvous import (
     turn_of,
 )
 
-__all__ = ["Disagreement", "NodeLost", "Peers", "connect", "described", "difference", "on_cpu", "shape"]
+__all__ = ["Disagreement", "NodeLost", "Peers", "comparable", "connect", "described", "difference", "on_cpu", "shape"]
 
 T = TypeVar("T")
 _DIST: Any = dist
@@ -516,6 +516,24 @@ def described(value: Any) -> Any:
         return f"{shape(value)} sha256:{digest[:12]}"
     named = value if hasattr(value, "__qualname__") else type(value)  # an object's repr may hold its address
     return f"{named.__module__}.{named.__qualname__}"
+
+
+def comparable(configuration: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without what may differ between nodes: device, weight, paths, loggers, progress and timeouts.
+
+    Examples:
+        >>> comparable({"rounds": 3, "device": "cuda:1", "task": {"name": "texts", "data": "/here", "df": 1.5}})
+        {'rounds': 3, 'task': {'name': 'texts', 'df': 1.5}}
+    """
+    return {
+        key: comparable(value) if isinstance(value, Mapping) else value
+        for key, value in configuration.items()
+        if key not in _LOCAL and not (key in _MAYBE_PATHS and os.path.exists(os.path.expanduser(str(value))))
+    }
+
+
+_LOCAL = {"weight", "device", "data", "loggers", "progress", "timeout", "stall_timeout"}
+_MAYBE_PATHS = {"model", "tokenizer"}  # or names of the hub, which must be the same
 
 
 def shape(value: Tensor) -> str:
