@@ -44,6 +44,7 @@ from tailopt.engines.keeping import (
     set_generators,
 )
 from tailopt.engines.peers import Disagreement, comparable, shape
+from tailopt.engines.resume_checks import FirstInputs, Rates, rates
 from tailopt.engines.sequential import Buffers, real
 from tailopt.optimizers.biclip import BiClip
 from tailopt.optimizers.l2clip import L2Clip
@@ -391,11 +392,19 @@ class NestedOptimizer(Optimizer):
         self._hooks_made()
         self.resumed: Resumed | None = None
         self._brought: dict[str, Any] | None = {}  # what `extra` would give, while nobody can have set it up yet
+        self._rates: Rates | None = None
+        self._inputs: FirstInputs | None = None
+        self._first_inputs: list[int] = []
         self._keeper = self._keeper_of(run, resume, keep, participation, participants, describe)
         if self._peers is not None:
             self._peers.can_go_on_from(self._keeper.last_good if self._keeper is not None else lambda: NO_RUN_FOLDER)
-        if not self._gone_on(resume):
+        in_the_middle = self._gone_on(resume)
+        if model is not None and self._keeper is not None:
+            self._inputs = FirstInputs(model, self._first_inputs, self.resumed is not None)
+        if not in_the_middle:
             self._await_own_round()
+        elif self._inputs is not None:
+            self._inputs.begin()
         self._brought = None
 
     def _facts(
@@ -487,6 +496,8 @@ class NestedOptimizer(Optimizer):
         if self._settings is not None:
             for group in self.optimizer.param_groups:
                 group.update(self._settings.inner(t, self._taken[self.node.exchange.wire.node] + len(self._done)))
+        elif self._rates is not None:
+            self._rates.check(self.optimizer)
         numbers = self._numbers()
         loss = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
         # only now: a step that raised is no step, and a caller who catches that goes on in the same round
@@ -519,6 +530,8 @@ class NestedOptimizer(Optimizer):
             self.node.go_on()
             self._remember()
             self._began = time.perf_counter()
+            if self._inputs is not None:
+                self._inputs.begin()
 
     def _remember(self) -> None:
         """A kept inner state as the round begins: to that it goes back where this node is excluded."""
@@ -550,6 +563,8 @@ class NestedOptimizer(Optimizer):
         if self._peers is not None:
             self._peers.at(t, len(self._done))
         who = self._sampling.draw(t)
+        if self._inputs is not None:
+            self._inputs.end(t)
         said = Statement(
             len(self._done),
             self._own_bound(t),
@@ -767,6 +782,7 @@ class NestedOptimizer(Optimizer):
             "loss": self._loss,
             "random": generators(self._device()),
             "extra": dict(extra),
+            "first_inputs": self._inputs.first if self._inputs is not None else self._first_inputs,
         }
         if self.node.own is not None:
             own["own"] = {"weights": self.node.own.weights, "buffers": self.node.own.buffers}
@@ -780,7 +796,10 @@ class NestedOptimizer(Optimizer):
 
     @torch.no_grad()
     def _restore_own(self, own: Mapping[str, Any], step: int) -> None:
+        fresh = rates(self.optimizer)
         load_inner(self.optimizer, own["optimizer"])
+        self._rates = Rates(fresh, rates(self.optimizer))
+        self._first_inputs = list(own.get("first_inputs", []))  # not in older checkpoints
         self._loss = own["loss"]
         self.node.own = Own(**own["own"]) if "own" in own else None
         set_generators(own["random"], self._device())
