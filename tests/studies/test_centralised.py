@@ -10,6 +10,7 @@ import torch
 from tailopt.studies import centralised
 from tailopt.tasks import table
 from tailopt.tasks.task import Defaults
+from tests.studies.unjudged import assert_unjudged
 
 transformers = pytest.importorskip("transformers", reason="the studies' extra is not installed")
 for name in ("torchmetrics", "matplotlib", "safetensors"):
@@ -111,6 +112,12 @@ def test_nested(tmp_path: Path, data: Path) -> None:
     page = (tmp_path / "table.md").read_text()
     assert "4 node(s)" in page and "made anew in every round" in page and "nested" in page
     assert "Claim 11: cannot tell" in page  # of one seed
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_quick_study_judges_nothing(tmp_path: Path, data: Path) -> None:
+    run(tmp_path, data / "cifar100", "", task="cifar100", quick=True)
+    assert_unjudged(tmp_path)
 
 
 def part(biclip: list[list[float]], adam: list[list[float]]) -> dict[str, Any]:

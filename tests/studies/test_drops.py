@@ -12,6 +12,7 @@ from tailopt.records import history
 from tailopt.seeds import generator
 from tailopt.studies import drops
 from tailopt.studies.drops import CASES, PRESETS, QUICK, Corpus
+from tests.studies.unjudged import assert_unjudged
 
 CPU = torch.device("cpu")
 TEXT = bytes(range(32, 122)) * 400
@@ -101,6 +102,11 @@ def test_what_a_run_leaves(tmp_path):
     table = (out / "table.md").read_text()
     assert "| diloco | 50% lost, keep |" in table and "2.1 % above that DiLoCo's authors report" in table
     assert (out / "drops.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_quick_study_judges_nothing(tmp_path):
+    (tmp_path / "some.txt").write_bytes(TEXT)
+    assert_unjudged(drops.run(tmp_path / "out", quick=True, seeds=1, data=tmp_path / "some.txt", progress=False))
 
 
 def test_finished_cells_are_not_run_again(tmp_path):

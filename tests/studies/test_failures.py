@@ -15,6 +15,7 @@ from tailopt.rounds.participants import Sampling
 from tailopt.studies import failures
 from tailopt.studies.failures import CASES, FULL, QUICK, Plan
 from tailopt.theory import theory
+from tests.studies.unjudged import assert_unjudged
 
 UNUSED = torch.Generator()  # what a chooser that has its own randomness is given
 WEIGHTS = st.lists(st.floats(0.05, 20), min_size=2, max_size=6).map(
@@ -263,8 +264,16 @@ def test_a_run_leaves_table_results_and_figure(finished):
         assert len(row["median"]) == len(results["rounds"]) == len(failures.looked_at(QUICK.rounds))
         assert all(low <= mid <= high for low, mid, high in zip(row["low"], row["median"], row["high"], strict=True))
         assert f"| {row['algorithm']} | {row['weights']} | {row['case']} |" in table
-    assert f"Claim 14: {results['claim']['verdict']}." in table
+    assert_unjudged(finished)
     assert (finished / "failures.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_study_that_is_not_quick_judges(finished):
+    cells = failures._cells(finished / "cells.jsonl", QUICK, progress=False)
+    results = failures.summarise(QUICK, cells)
+    table = failures.report(QUICK, results)
+    assert f"Claim 14: {results['claim']['verdict']}." in table
+    assert table.splitlines()[0].endswith("| judged |") and table.splitlines()[1].endswith("| --- |")
 
 
 def test_finished_cells_are_kept_and_torn_ones_run_again(finished, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 
 from tailopt.studies import federated
 from tailopt.tasks.texts import WORKS
+from tests.studies.unjudged import assert_unjudged
 
 pytest.importorskip("transformers", reason="the studies' extra is not installed")
 
@@ -26,7 +27,8 @@ def test_philosopher_by_work(works: str, tmp_path: Path) -> None:
         tmp_path / "out", quick=True, progress=False, task="philosopher", preset="small", tokenizer="", data=works
     )
     text = (out / "table.md").read_text(encoding="utf-8")
-    assert "2.6361" in text and "**Claim 10: cannot tell." in text  # the paper's number; two algorithms do not decide
+    assert "2.6361" in text  # the paper's number
+    assert_unjudged(out)
     found = json.loads((out / "results.json").read_text(encoding="utf-8"))
     for cell in found["cells"]:
         metrics = cell["runs"][0]["metrics"]

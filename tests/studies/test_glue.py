@@ -3,11 +3,14 @@ from __future__ import annotations
 import inspect
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tailopt.paper import paper_settings
 from tailopt.studies import curves, glue, gradients, tuned
 from tests.studies.encoders import tiny_encoder, tiny_mnli, tiny_mrpc
+from tests.studies.unjudged import assert_unjudged
 
 pytest.importorskip("transformers", reason="the studies' extra is not installed")
 pytest.importorskip("sklearn", reason="the studies' extra is not installed")
@@ -37,7 +40,8 @@ def finished(parts: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
 def test_the_study_writes_table_results_and_figure(finished: Path) -> None:
     text = (finished / "table.md").read_text(encoding="utf-8")
     assert "| avg-sgd | " in text and "67.3" in text  # the paper's number beside ours
-    assert "never on what is reported" in text and "**Claim 7" in text
+    assert "never on what is reported" in text and "a trial had 1 rounds, as a reported run has" in text
+    assert_unjudged(finished)
     found = json.loads((finished / "results.json").read_text(encoding="utf-8"))
     for cell in found["cells"]:
         assert [run["seed"] for run in cell["runs"]] == [0] and len(cell["trials"]) == 1
@@ -114,6 +118,7 @@ def test_a_diverged_trial_is_the_worst(parts: dict[str, str]) -> None:
 def test_curves(parts: dict[str, str], tmp_path: Path) -> None:
     out = curves.run(tmp_path, quick=True, progress=False, task="MRPC", preset="small", **parts)
     assert "The paper's curves are on QNLI" in (out / "table.md").read_text(encoding="utf-8")
+    assert_unjudged(out)
     assert (out / "curves.png").stat().st_size > 5000
 
 
@@ -124,7 +129,74 @@ def test_gradients(parts: dict[str, str], tmp_path: Path) -> None:
     assert list(found["rows"]) == list(gradients.ROWS)
     for cell in found["rows"]["bi2clip after BiClip"]:
         assert cell["99.9 %"] <= 1e-4 * (1 + 1e-6)  # the upper threshold
+    assert_unjudged(out)
     assert (out / "gradients.png").stat().st_size > 5000
+    claim = gradients.judge(found)
+    assert claim.verdict == "cannot tell" and "the paper's figure has lengths" in claim.figures
+
+
+def test_the_gradients_study_takes_the_paper_s_settings_on_mnli() -> None:
+    for name, settings in gradients.SETTINGS.items():
+        assert settings == paper_settings(name, "mnli")
+    assert gradients.SETTINGS["adam2"]["oeps"] == 1e-7
+
+
+def scored(averages: dict[str, list[float]], tasks: list[str]) -> dict[str, Any]:
+    """What a study would have found where every number of an algorithm is this, seed by seed."""
+    cells = [
+        {
+            "column": task,
+            "algorithm": name,
+            "runs": [{"metrics": dict.fromkeys(glue.METRICS[task], score)} for score in by_seed],
+        }
+        for name, by_seed in averages.items()
+        for task in tasks
+    ]
+    seeds = list(range(len(next(iter(averages.values())))))
+    return {"plan": {"columns": dict.fromkeys(tasks, {}), "algorithms": [*averages], "seeds": seeds}, "cells": cells}
+
+
+OTHERS = {"diloco": [80.0, 80.4, 79.6], "rmsprop-biclip": [78.0, 78.4, 77.6], "adam2": [79.0, 79.4, 78.6]}
+
+
+@pytest.mark.parametrize(
+    ("bi2clip", "tasks", "verdict"),
+    [
+        ([82.0, 82.4, 81.6], glue.labels(""), "holds"),
+        ([76.0, 76.4, 75.6], glue.labels(""), "does not hold"),
+        ([80.5, 80.9, 80.1], glue.labels(""), "cannot tell"),  # first, but by less than the seeds differ
+        ([82.0, 82.4, 81.6], ["MRPC"], "cannot tell"),  # the claim is about the average of eight tasks
+        ([77.7, 76.2, 79.1], ["MRPC"], "cannot tell"),
+        ([82.0], glue.labels(""), "cannot tell"),
+    ],
+)
+def test_claim_8_needs_all_tasks_and_a_gap_beyond_the_seeds(
+    bi2clip: list[float], tasks: list[str], verdict: str
+) -> None:
+    averages = {name: scores[: len(bi2clip)] for name, scores in OTHERS.items()} | {"bi2clip": bi2clip}
+    claims = {claim.number: claim for claim in glue.judge(scored(averages, tasks))}
+    assert claims[8].verdict == verdict
+    if tasks == ["MRPC"]:
+        assert "the average of eight tasks, and 7 of them were not run" in claims[8].figures
+
+
+def test_a_page_says_how_long_trials_were_and_where_they_did_not_look() -> None:
+    plan = {
+        "columns": {"MRPC": {"task": "glue/mrpc", "preset": "paper", "settings": {}}},
+        "algorithms": ["avg-sgd"],
+        "source": "tune",
+        "space": "fine-tuning",
+        "budget": 8,
+        "seeds": [0],
+        "tuning_seed": 100,
+        "run": {},
+        "tuning": {"rounds": 3},
+    }
+    page = "\n".join(tuned.how({"plan": plan, "found": {}, "cells": []}, []))
+    assert "MRPC: a trial had 3 of the 10 rounds of a reported run" in page
+    assert "tried only in the upper half of its range, at 0.50 to 0.88 of the way" in page
+    more = "\n".join(tuned.how({"plan": {**plan, "budget": 9}, "found": {}, "cells": []}, []))
+    assert "upper half" not in more
 
 
 def test_what_studies_take_is_what_a_plan_can_be_adjusted_by() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tailopt.studies import overhead
+from tests.studies.unjudged import assert_unjudged
 
 
 def test_measured_bytes_are_those_of_the_formula(tmp_path: Path) -> None:
@@ -17,4 +18,5 @@ def test_measured_bytes_are_those_of_the_formula(tmp_path: Path) -> None:
             assert row[what] == pytest.approx(expected, abs=0.01), (row["algorithm"], what)  # headers are small
         assert row["outer step, ms"] > 0
     assert "adam2 | 8.00 / 8" in (out / "table.md").read_text(encoding="utf-8")
+    assert_unjudged(out)
     assert (out / "overhead.png").stat().st_size > 3000

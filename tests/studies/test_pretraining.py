@@ -11,6 +11,7 @@ import torch
 import tailopt
 from tailopt.studies import pretraining
 from tailopt.studies.pretraining import NESTED, REFERENCE, SMALL, Plan, data_parallel, mean_loss, summarise
+from tests.studies.unjudged import assert_unjudged
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
@@ -98,6 +99,13 @@ def test_a_study_runs_and_a_second_one_goes_on_with_it(
     pretraining.run(out, plan=plan, progress=False)
     assert again == [("bi2clip", 4)]
     assert (out / "table.md").read_text(encoding="utf-8") == table
+
+
+def test_a_quick_study_ranks_nothing(plan: Plan, tmp_path: Path):
+    plan = replace(plan, algorithms=("diloco",))
+    out = pretraining.run(tmp_path / "out", quick=True, plan=plan, progress=False)
+    assert_unjudged(out)
+    assert "by gap:" not in (out / "table.md").read_text(encoding="utf-8")
 
 
 def test_gaps_are_percents_of_the_reference_with_the_same_nodes_and_seed(plan: Plan):

@@ -14,6 +14,7 @@ from tailopt.engines.simulate import simulate
 from tailopt.studies import rates as study
 from tailopt.tasks.gradient_noise import GradientNoise
 from tailopt.theory import theory
+from tests.studies.unjudged import assert_unjudged
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +134,15 @@ def test_the_quick_study_writes_its_files(folder: Path) -> None:
         assert row["low"] <= row["slope"] + 0.2 and row["low"] < row["high"]
         assert min(row["values"]) > 0 and row["rounds"][-1] == 40
     text = (folder / "table.md").read_text(encoding="utf-8")
-    assert all(f"| {name} |" in text and f"Rate of {name}: " in text for name in study.CASES)
-    assert text.count("Claim 13: ") == 3
+    assert all(f"| {name} |" in text for name in study.CASES)
+    assert_unjudged(folder)
     assert (folder / "rates.png").stat().st_size > 10_000
+
+
+def test_a_study_that_is_not_quick_judges(folder: Path) -> None:
+    text = study.report(study.rates(4, 40, alphas=(1.5,), out=folder, progress=False))
+    assert all(f"Rate of {name}: " in text for name in study.CASES)
+    assert text.count("Claim 13: ") == 3 and "| late | verdict |" in text
 
 
 def test_the_minimum_never_rises_and_noise_is_fresh_in_every_repetition(folder: Path) -> None:

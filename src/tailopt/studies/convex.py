@@ -27,7 +27,7 @@ from tailopt.algorithms import ALGORITHMS, algorithm
 from tailopt.engines.simulate import simulate
 from tailopt.figures.style import band, look, pyplot
 from tailopt.records import disk
-from tailopt.studies.claims import Claim, judged
+from tailopt.studies.claims import Claim, claim_lines, judged
 from tailopt.studies.progress import counted
 from tailopt.sweeps.search import Point, Range, Trial, best, describe, search
 from tailopt.sweeps.space import Space, settings
@@ -137,8 +137,8 @@ def run(out: Path, *, quick: bool = False, progress: bool = True, plan: Plan | N
                 disk.replace(where, json.dumps(_check(plan, _find(found, "syntoken", HEAVY, name))).encode())
             found["checks"].append(json.loads(where.read_text(encoding="utf-8")))
             advance(number, len(HEADLINE), f"by tailopt.simulate: {name}")
-    claims = _claims(found)
-    found["claims"] = [asdict(claim) for claim in claims]
+    claims = None if quick else _claims(found)
+    found["claims"] = [asdict(claim) for claim in claims or ()]
     disk.replace(out / "results.json", json.dumps(found).encode())
     disk.replace(out / "table.md", report(found, claims).encode())
     draw(found, out)
@@ -359,7 +359,7 @@ def _claims(found: Mapping[str, Any]) -> list[Claim]:
     return claims
 
 
-def report(found: Mapping[str, Any], claims: Sequence[Claim]) -> str:
+def report(found: Mapping[str, Any], claims: Sequence[Claim] | None) -> str:
     """The study as a page: tables by data and horizon, what stands under them, and the claims."""
     plan = found["plan"]
     lines = ["# The convex study", "", "Distance to the true weights: median of the fresh seeds [least, most].", ""]
@@ -409,7 +409,7 @@ def report(found: Mapping[str, Any], claims: Sequence[Claim]) -> str:
                 text = ", ".join(f"{k} {v[0]:g} to {v[1]:g}" for k, v in describe(where).items())
                 lines.append(f"- {level} {rule}: {text}")
     lines += ["", "move = learning rate * upper threshold; share = lower / upper threshold.", "", "## Claims", ""]
-    lines += [claim.line() for claim in claims]
+    lines += claim_lines(claims)
     return "\n".join(lines) + "\n"
 
 

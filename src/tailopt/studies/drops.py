@@ -32,6 +32,7 @@ from tailopt.records import disk, history
 from tailopt.schedules import cosine
 from tailopt.seeds import derive, generator
 from tailopt.studies import tuned
+from tailopt.studies.claims import UNJUDGED
 from tailopt.studies.progress import counted
 
 PUBLISHED = 2.1  # percent above full participation, by DiLoCo's authors
@@ -121,16 +122,20 @@ def run(
         if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
             raise ValueError(f"Invalid seeds: got {seeds!r}; need how many, 1 or more.")
         plan = Plan(**{**vars(plan), "seeds": tuple(range(seeds))})
-    return measured(Path(out), plan, text(data), device, progress)
+    return measured(Path(out), plan, text(data), device, progress, judge=not quick)
 
 
-def measured(out: Path, plan: Plan, given: bytes, device: str | None = None, progress: bool = False) -> Path:
-    """The study by any plan, on any text."""
+def measured(
+    out: Path, plan: Plan, given: bytes, device: str | None = None, progress: bool = False, judge: bool = True
+) -> Path:
+    """The study by any plan, on any text; without `judge` it says nothing about what DiLoCo's authors report."""
     place = torch.device(tuned.place(device))
     corpus = Corpus.of(given, plan.nodes, plan.context, place)
     out.mkdir(parents=True, exist_ok=True)
     cells = _cells(out / "cells.jsonl", plan, corpus, progress)
     results = summarise(plan, corpus, cells)
+    if not judge:
+        del results["within"]
     disk.replace(out / "results.json", (json.dumps(results, indent=1) + "\n").encode())
     disk.replace(out / "table.md", report(plan, results).encode())
     figure(results, out / "drops.png")
@@ -377,6 +382,8 @@ def _settings(plan: Plan, results: Mapping[str, Any]) -> list[str]:
 
 
 def _verdict(results: Mapping[str, Any]) -> list[str]:
+    if "within" not in results:
+        return [UNJUDGED]
     words = {True: "at most the", False: "more than the"}
     return [
         f"- {name}: the better of sync and keep ends {abs(value):.2f} % {'above' if value > 0 else 'below'} everybody: "

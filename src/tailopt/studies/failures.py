@@ -29,7 +29,7 @@ from tailopt.engines.simulate import Result, simulate
 from tailopt.records import disk, history
 from tailopt.rounds.participants import Chooser
 from tailopt.seeds import generator
-from tailopt.studies.claims import Claim, judged
+from tailopt.studies.claims import Claim, claim_lines, judged
 from tailopt.studies.progress import counted
 from tailopt.tasks.synthetic import draw_noise
 from tailopt.theory import Theory, theory
@@ -90,7 +90,7 @@ def run(out: Path, *, quick: bool = False, progress: bool = True) -> Path:
     plan = QUICK if quick else FULL
     out.mkdir(parents=True, exist_ok=True)
     cells = _cells(out / "cells.jsonl", plan, progress)
-    results = summarise(plan, cells)
+    results = summarise(plan, cells, judge=not quick)
     disk.replace(out / "results.json", (json.dumps(results, indent=1) + "\n").encode())
     disk.replace(out / "table.md", report(plan, results).encode())
     figure(results, out / "failures.png")
@@ -434,8 +434,10 @@ def looked_at(rounds: int) -> list[int]:
 # --- What was seen ----------------------------------------------------------------------------------------------------
 
 
-def summarise(plan: Plan, found: Mapping[tuple[str, str, bool, int], Sequence[float]]) -> dict[str, Any]:
-    """Medians, ranges, slopes and verdicts, as plain values."""
+def summarise(
+    plan: Plan, found: Mapping[tuple[str, str, bool, int], Sequence[float]], judge: bool = True
+) -> dict[str, Any]:
+    """Medians, ranges, slopes and verdicts, as plain values; without `judge` no verdicts."""
     rounds, which = looked_at(plan.rounds), problem(plan)
     promised = theory("avg-l2clip", plan.alpha).rate
     assert promised is not None
@@ -455,11 +457,11 @@ def summarise(plan: Plan, found: Mapping[tuple[str, str, bool, int], Sequence[fl
             "slopes": [slope(rounds, curve) for curve in curves],
             "last": [curve[-1] for curve in curves],
         }
-        if name == JUDGED:
+        if judge and name == JUDGED:
             row["holds"] = as_claimed(row["last"], row["slopes"], bias, promised)
         rows.append(row)
     return {
-        "claim": asdict(claim(rows)),
+        "claim": asdict(claim(rows)) if judge else None,
         "promised_rate": promised,
         "convexity": which.convexity(),
         "settings": asdict(plan),
@@ -536,16 +538,21 @@ def report(plan: Plan, results: Mapping[str, Any]) -> str:
     rows = results["rows"]
     lines = [
         "| algorithm | weights | case | predicted bias | F(average) − F*, median (range) | times nobody failing"
-        " | slope, median (range) | judged |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
+        " | slope, median (range) |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: |",
     ]
+    if results["claim"]:
+        lines = [f"{line} {cell} |" for line, cell in zip(lines, ("judged", "---"), strict=True)]
     for row in rows:
         bias = f"{row['bias']:.3g}" if row["bias"] else "0"
         lines.append(
             f"| {row['algorithm']} | {row['weights']} | {row['case']} | {bias} | {_spread(row['last'])} | "
-            f"{_cost(row, rows):.1f} | {_spread(row['slopes'])} | {_WORDS[row['holds']] if 'holds' in row else '–'} |"
+            f"{_cost(row, rows):.1f} | {_spread(row['slopes'])} |"
         )
-    lines += ["", *(f"- {text}" for text in _settings(plan, results)), "", Claim(**results["claim"]).line()]
+        if results["claim"]:
+            lines[-1] += f" {_WORDS[row['holds']] if 'holds' in row else '–'} |"
+    claims = [Claim(**results["claim"])] if results["claim"] else None
+    lines += ["", *(f"- {text}" for text in _settings(plan, results)), "", *claim_lines(claims)]
     return "\n".join(lines) + "\n"
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tailopt.algorithms import ALGORITHMS
 from tailopt.paper import results
-from tailopt.studies.claims import Claim, judged
+from tailopt.studies.claims import Claim, above, judged
 from tailopt.studies.tuned import (
     Asked,
     Column,
@@ -26,6 +26,7 @@ from tailopt.studies.tuned import (
     over_seeds,
     page,
     table,
+    values,
 )
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def run(
     )
     plan = adjusted(plan, **asked)
     found = compare(plan, out, progress)
-    claims = judge(found)
+    claims = None if asked.get("quick") else judge(found)
     finished(out, found, claims, report(found, claims))
     title = f"GLUE, {plan.nodes(next(iter(columns)))} nodes: validation by round"
     curves(found, {label: METRICS[label][0] for label in columns}, out / "glue.png", title)
@@ -104,7 +105,11 @@ def labels(task: str) -> list[str]:
 
 
 def judge(found: Mapping[str, Any]) -> list[Claim]:
-    """Claims 3, 7 and 8, by the mean over everything that was run."""
+    """Claims 3, 7 and 8, by the mean over everything that was run.
+
+    Claim 8 is about the average of the paper's eight tasks, so fewer decide nothing, and neither does a gap that the
+    seeds do not tell from chance.
+    """
     ran = set(found["plan"]["algorithms"])
     average = {name: averages(found, name)[0] for name in ran}
     ranked = sorted(ran, key=lambda name: -average[name])
@@ -117,9 +122,16 @@ def judge(found: Mapping[str, Any]) -> list[Claim]:
     others = [name for name in ran if ALGORITHMS[name][1] in ("adam", "adamw", "adagrad", "biclip")]
     rivals = {"diloco", "rmsprop-biclip", "adam2"}
     best_plain, best_other = (max((average[n] for n in names), default=float("nan")) for names in (plain, others))
-    first = None
-    if "bi2clip" in ran and (rivals <= ran or ranked[0] != "bi2clip"):
-        first = ranked[0] == "bi2clip"
+    missing = [label for label in labels("") if label not in found["plan"]["columns"]]
+    first, why = None, ""
+    if "bi2clip" not in ran or not rivals <= ran:
+        why = f"; not all of bi2clip, {', '.join(sorted(rivals))} were run"
+    elif missing:
+        why = f"; the claim is about the average of eight tasks, and {len(missing)} of them were not run"
+    else:
+        other = next(name for name in ranked if name != "bi2clip")
+        first = above(by_seed(found, "bi2clip"), by_seed(found, other))
+        why = f"; bi2clip and {other} do not differ by more than chance over the seeds" if first is None else ""
     one = len(found["plan"]["seeds"]) == 1  # which decides nothing: seeds differ by more than algorithms
     return [
         judged(
@@ -137,10 +149,16 @@ def judge(found: Mapping[str, Any]) -> list[Claim]:
         judged(
             8,
             "bi2clip has the best average, above diloco, rmsprop-biclip and adam2.",
-            None if one else first,
-            what,
+            first,
+            what + why,
         ),
     ]
+
+
+def by_seed(found: Mapping[str, Any], name: str) -> list[float]:
+    """The mean of all numbers of a row, seed by seed."""
+    rows = [values(found, label, name, metric) for label in found["plan"]["columns"] for metric in METRICS[label]]
+    return [statistics.fmean(numbers) for numbers in zip(*rows, strict=True)]
 
 
 def averages(found: Mapping[str, Any], name: str) -> tuple[float, float]:
@@ -149,7 +167,7 @@ def averages(found: Mapping[str, Any], name: str) -> tuple[float, float]:
     return statistics.fmean(number for row in rows for number in row), statistics.fmean(map(statistics.fmean, rows))
 
 
-def report(found: Mapping[str, Any], claims: Sequence[Claim]) -> str:
+def report(found: Mapping[str, Any], claims: Sequence[Claim] | None) -> str:
     """The study as a page."""
     columns = found["plan"]["columns"]
     printed = results("glue")["results"]

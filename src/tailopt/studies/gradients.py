@@ -5,6 +5,7 @@
 
 A fixed sample of coordinates is followed through every local step of every node. Noise is what is left of a coordinate
 when its mean over the round is taken away; skewness and excess kurtosis are over all of it (a normal law has 0 and 0).
+The paper's figure shows lengths, not signed coordinates, so these numbers cannot judge its claim.
 """
 
 from __future__ import annotations
@@ -24,18 +25,17 @@ from tailopt.algorithms import algorithm
 from tailopt.clipping.operators import biclip
 from tailopt.engines.simulate import simulate
 from tailopt.figures.style import pyplot
+from tailopt.paper import paper_settings
 from tailopt.records import disk
 from tailopt.seeds import generator
-from tailopt.studies.claims import Claim, judged
+from tailopt.studies.claims import Claim, claim_lines, judged
 from tailopt.studies.glue import labels
 from tailopt.studies.progress import counted
 from tailopt.studies.tuned import Column, place, slug
 
-# the paper's learning rates of this figure; thresholds and epsilons are its best ones on MNLI
-SETTINGS: Mapping[str, Mapping[str, float]] = {
-    "avg-sgd": {"ilr": 0.0059},
-    "bi2clip": {"ilr": 0.5, "olr": 1.0, "i_u": 1e-4, "i_d": 1e-7, "o_u": 0.75, "o_d": 1e-7},
-    "adam2": {"ilr": 1.8e-5, "olr": 3.2e-4, "ieps": 1e-5, "oeps": 1e-5},
+# the paper's best settings on MNLI; their learning rates are those of its figure
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    name: paper_settings(name, "mnli") for name in ("avg-sgd", "bi2clip", "adam2")
 }
 ROWS = {
     "avg-sgd gradients": "#0072B2",
@@ -88,10 +88,10 @@ def run(
             followed[name] = follow(plan, name, place(device), functools.partial(tick, name))
     rows = seen(plan, followed)
     found = summarise(plan, rows)
-    claim = judge(found)
-    found["claim"] = asdict(claim)
+    claims = None if quick else [judge(found)]
+    found["claim"] = asdict(claims[0]) if claims else None
     disk.replace(out / "results.json", (json.dumps(found, indent=1) + "\n").encode())
-    disk.replace(out / "table.md", report(found, label, claim).encode())
+    disk.replace(out / "table.md", report(found, label, claims).encode())
     draw(rows, label, out / "gradients.png")
     return out
 
@@ -218,7 +218,12 @@ def summarise(plan: Plan, rows: Mapping[str, Sequence[Tensor]]) -> dict[str, Any
 
 
 def judge(found: Mapping[str, Any]) -> Claim:
-    """Claim 12, by the noise of all rounds: tails after BiClip near a normal law's, Adam's steps more skewed."""
+    """Claim 12: shown and never decided, because these statistics are not those of the paper's figure.
+
+    Its fourth row has lengths of Adam's steps, which cannot be negative and so are skewed by nature; here are signed
+    coordinates less their mean. And excess kurtosis sees tails, not a bell: noise that piles up at the threshold u has
+    short tails too.
+    """
 
     def middle(row: str, what: str) -> float:
         values = sorted(abs(cell[what]) for cell in found["rows"][row])
@@ -229,13 +234,14 @@ def judge(found: Mapping[str, Any]) -> Claim:
     return judged(
         12,
         "BiClip turns the gradient noise into a bell-shaped distribution; Adam's is skewed.",
-        after < min(3.0, before / 10) and adam > max(0.1, 2 * clipped),  # below a tenth nothing looks skewed
+        None,
         f"median over rounds: excess kurtosis {before:.3g} before BiClip, {after:.3g} after; skewness {clipped:.3g} "
-        f"after BiClip, {adam:.3g} of Adam's steps",
+        f"after BiClip, {adam:.3g} of Adam's steps. These are signed coordinates less their mean, the paper's figure "
+        "has lengths; and kurtosis tells short tails, not a bell",
     )
 
 
-def report(found: Mapping[str, Any], label: str, claim: Claim) -> str:
+def report(found: Mapping[str, Any], label: str, claims: Sequence[Claim] | None) -> str:
     """The study as a page."""
     plan = found["plan"]
     lines = [f"# Gradients on {label}", "", "Noise by round: skewness / excess kurtosis.", ""]
@@ -255,11 +261,11 @@ def report(found: Mapping[str, Any], label: str, claim: Claim) -> str:
         f"preset {plan['column']['preset']}.",
         "- Settings: "
         + "; ".join(f"{name} " + ", ".join(f"{k} {v:g}" for k, v in s.items()) for name, s in SETTINGS.items())
-        + ". The paper's, of roberta-base.",
+        + ". The paper's best on MNLI, of roberta-base.",
         "- A coordinate whose gradient is exactly 0 (an embedding of a word that does not occur) is left out of the "
         "magnitudes and of the figure.",
         "",
-        claim.line(),
+        *claim_lines(claims),
     ]
     return "\n".join(lines) + "\n"
 

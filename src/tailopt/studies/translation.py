@@ -107,7 +107,7 @@ def run(
     plan = adjusted(plan, **asked)
     found = compare(plan, out, progress)
     found["stand_ins"] = standing
-    claims = judge(found)
+    claims = None if asked.get("quick") else judge(found)
     finished(out, found, claims, report(found, claims))
     shown = "loss" if small else "bleu"
     title = f"Translation, {plan.nodes(chosen[0])} nodes: validation by round"
@@ -188,7 +188,7 @@ def judge(found: Mapping[str, Any]) -> list[Claim]:
     return [judged(9, text, holds, f"{figures}; bi2clip less {other}: {gap:+.2f}, standard deviation {noise:.2f}")]
 
 
-def report(found: Mapping[str, Any], claims: Sequence[Claim]) -> str:
+def report(found: Mapping[str, Any], claims: Sequence[Claim] | None) -> str:
     """The study as a page."""
     columns = found["plan"]["columns"]
     printed = results("translation")["results"]

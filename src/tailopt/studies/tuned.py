@@ -29,9 +29,9 @@ from tailopt.paper import paper_settings
 from tailopt.paper.tables import algorithm_name
 from tailopt.records import disk
 from tailopt.rounds.round import EveryoneExcluded
-from tailopt.studies.claims import Claim
+from tailopt.studies.claims import Claim, claim_lines
 from tailopt.studies.progress import counted
-from tailopt.sweeps.search import Point, Range, best, describe, search
+from tailopt.sweeps.search import Point, Range, best, describe, point, search
 from tailopt.sweeps.space import Space, settings
 from tailopt.tasks.table import task
 from tailopt.tasks.task import Task
@@ -431,9 +431,9 @@ def _same_study(plan: Plan, path: Path) -> dict[str, Any]:
     return now
 
 
-def finished(out: Path, found: dict[str, Any], claims: Sequence[Claim], text: str) -> None:
-    """Write the page, and the claims beside what was found."""
-    found["claims"] = [asdict(claim) for claim in claims]
+def finished(out: Path, found: dict[str, Any], claims: Sequence[Claim] | None, text: str) -> None:
+    """Write the page, and the claims beside what was found; None where none is judged."""
+    found["claims"] = [asdict(claim) for claim in claims or ()]
     disk.replace(out / "results.json", (json.dumps(found, indent=1) + "\n").encode())
     disk.replace(out / "table.md", text.encode())
 
@@ -507,6 +507,8 @@ def how(found: Mapping[str, Any], differences: Sequence[str]) -> list[str]:
         lines += [
             f"- Every algorithm was tuned by {plan['budget']} random settings on a slice held out of train (seed "
             f"{plan['tuning_seed']}), never on what is reported.",
+            *(f"- {label}: {_tuned_for(plan, label)}" for label in plan["columns"]),
+            *_one_sided(plan["budget"]),
         ]
     else:
         lines += [f"- Settings: {plan['source']}; nothing was tuned here."]
@@ -533,9 +535,32 @@ def how(found: Mapping[str, Any], differences: Sequence[str]) -> list[str]:
     return [*lines, ""]
 
 
-def page(title: str, body: Sequence[str], claims: Sequence[Claim]) -> str:
-    """A report: title, body, and the claims last."""
-    return "\n".join([f"# {title}", "", *body, "## Claims", "", *(claim.line() for claim in claims)]) + "\n"
+def _tuned_for(plan: Mapping[str, Any], label: str) -> str:
+    """How long a trial was beside a reported run: settings chosen early are not always those that end best."""
+    usual = Column(**plan["columns"][label]).made("validation").defaults
+    reported = plan["run"].get("rounds", usual.rounds)
+    tuned = plan["tuning"].get("rounds", reported)
+    if tuned == reported:
+        return f"a trial had {tuned} rounds, as a reported run has."
+    return f"a trial had {tuned} of the {reported} rounds of a reported run, so settings were chosen for a short run."
+
+
+def _one_sided(budget: int) -> list[str]:
+    """A limit of the draws, where there is one: of few random numbers all can lie on one side."""
+    shares = [point({"first": Range(0.0, 1.0, log=False)}, seed=0, number=i)["first"] for i in range(budget)]
+    if min(shares) >= 0.5 or max(shares) <= 0.5:
+        side = "upper" if min(shares) >= 0.5 else "lower"
+        return [
+            f"- A limit of these trials: the inner learning rate (or move) was tried only in the {side} half of its "
+            f"range, at {min(shares):.2f} to {max(shares):.2f} of the way, because trial i is the same draw for every "
+            "algorithm and task."
+        ]
+    return []
+
+
+def page(title: str, body: Sequence[str], claims: Sequence[Claim] | None) -> str:
+    """A report: title, body, and the claims last; None where none is judged."""
+    return "\n".join([f"# {title}", "", *body, "## Claims", "", *claim_lines(claims)]) + "\n"
 
 
 def curves(found: Mapping[str, Any], metrics: Mapping[str, str], path: Path, title: str) -> None:
