@@ -31,7 +31,7 @@ STUDIES: Mapping[str, str] = {
 # options of some studies -> how their help reads; a study takes those of its `run`, and of `Asked` where that has it
 OPTIONS: Mapping[str, str] = {
     "task": "one of its tasks, or several with commas, such as MRPC",
-    "preset": "paper, or small: what two cores can do in minutes",
+    "preset": "paper, or small: what two cores can do in minutes; of drops: small, or full on a GPU",
     "model": "a folder or public name of the model, instead of the preset's",
     "tokenizer": "a folder or public name of the tokenizer, for a model that starts from scratch",
     "data": "a folder or file of the data, instead of the public ones",

@@ -1,4 +1,4 @@
-"""BiClip as a torch optimizer: Adam's quality at SGD's memory."""
+"""BiClip as a torch optimizer: every coordinate clipped from both sides, no state, the memory of SGD."""
 
 from __future__ import annotations
 

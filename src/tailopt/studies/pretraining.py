@@ -386,6 +386,7 @@ def report(results: Mapping[str, Any], judge: bool = True) -> str:
         f"step dealt to the nodes: {steps * plan['blocks'] * model['length']:,} in all, preset {plan['preset']}.",
         f"- Tuned with {plan['budget']} random settings each, {TUNED_AT} nodes, seed {plan['tuning_seed']}, on blocks "
         "held out of train; constant learning rates.",
+        *tuned.one_sided(plan["budget"]),
         *(f"- {name}: {_numbers(numbers)}." for name, numbers in results["settings"].items()),
         "",
         *(_said(results) if judge else [UNJUDGED]),

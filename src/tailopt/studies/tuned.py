@@ -508,7 +508,7 @@ def how(found: Mapping[str, Any], differences: Sequence[str]) -> list[str]:
             f"- Every algorithm was tuned by {plan['budget']} random settings on a slice held out of train (seed "
             f"{plan['tuning_seed']}), never on what is reported.",
             *(f"- {label}: {_tuned_for(plan, label)}" for label in plan["columns"]),
-            *_one_sided(plan["budget"]),
+            *one_sided(plan["budget"]),
         ]
     else:
         lines += [f"- Settings: {plan['source']}; nothing was tuned here."]
@@ -545,7 +545,7 @@ def _tuned_for(plan: Mapping[str, Any], label: str) -> str:
     return f"a trial had {tuned} of the {reported} rounds of a reported run, so settings were chosen for a short run."
 
 
-def _one_sided(budget: int) -> list[str]:
+def one_sided(budget: int) -> list[str]:
     """A limit of the draws, where there is one: of few random numbers all can lie on one side."""
     shares = [point({"first": Range(0.0, 1.0, log=False)}, seed=0, number=i)["first"] for i in range(budget)]
     if min(shares) >= 0.5 or max(shares) <= 0.5:

@@ -1,0 +1,90 @@
+"""Statements of the guide that were wrong once: what a page says agrees with the code, and old claims stay away."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tailopt.cli.main import main
+from tailopt.paper import paper_settings
+from tailopt.studies import drops, tuned
+
+ROOT = Path(__file__).parents[1]
+RESULTS = sorted((ROOT / "docs" / "results").rglob("*.md"))
+PROSE = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "src").rglob("*.py"))]
+
+
+def flat(path: Path | str) -> str:
+    return " ".join((ROOT / path).read_text(encoding="utf-8").split())
+
+
+@pytest.mark.parametrize("page", RESULTS, ids=lambda page: page.stem)
+def test_a_page_of_results_names_the_commit_that_it_belongs_to(page: Path) -> None:
+    assert re.search(r"Measured (at|with the search ranges of) commit [0-9a-f]{7}\b", flat(page))
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        "Adam's quality at SGD's memory",
+        "nothing here beats it there",
+        "heavy-tailed, as it is in language models",
+        "everything else as in the preset `paper`",
+        "| reached at o_u = 0 |",
+        "| at least oeps² |",
+        "is plain to see",
+    ],
+)
+def test_a_statement_that_was_wrong_does_not_come_back(claim: str) -> None:
+    assert [path.name for path in PROSE if claim in flat(path)] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "number"), [("docs/results/glue-mrpc.md", 8), ("docs/results/small/gradients.md", 12)]
+)
+def test_what_cannot_be_told_is_not_judged(page: str, number: int) -> None:
+    assert re.findall(rf"Claim {number}: ([a-z ]+)\.", flat(page)) == ["cannot tell"]
+
+
+@pytest.mark.parametrize(
+    "page", ["glue-mrpc.md", "curves.md", "small/translation.md", "small/centralised.md", "small/federated.md"]
+)
+def test_a_page_of_a_one_sided_search_says_so(page: str) -> None:
+    text = flat(f"docs/results/{page}")
+    budget = int(re.findall(r"tuned by (\d+) random settings", text)[0])
+    assert tuned.one_sided(budget) and "only in the upper half of its range" in text
+
+
+def test_the_page_of_mrpc_says_rightly_whose_best_settings_lie_outside_the_ranges() -> None:
+    text = flat("docs/results/glue-mrpc.md")
+    assert "outside the ranges searched here for six of the ten algorithms" in text
+    names = re.findall(r"\| ([a-z0-9-]+) \| MRPC \|", text)
+    space = tuned.SPACES["fine-tuning"]
+    outside = []
+    for name in names:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            best = paper_settings(name, "mrpc")
+        best |= {f"{level}_move": best[f"{level}lr"] * best[f"{level}_u"] for level in "io" if f"{level}_u" in best}
+        best |= {f"{level}_share": best[f"{level}_d"] / best[f"{level}_u"] for level in "io" if f"{level}_d" in best}
+        where = space.ranges(name)
+        if any(not r.low * 0.999 <= best[key] <= r.high * 1.001 for key, r in where.items()):
+            outside.append(name)
+    assert len(names) == 10
+    assert outside == ["adam-l2clip", "adam-biclip", "rmsprop-biclip", "adam2", "diloco", "bi2clip"]
+
+
+def test_both_sides_are_cited_on_noise_in_language_models() -> None:
+    text = flat("docs/index.md")
+    assert all(number in text for number in ("arXiv 1912.03194", "arXiv 2304.13960", "arXiv 2402.19449"))
+
+
+def test_the_help_of_study_names_the_presets_of_drops(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["study", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "of drops: " in said
+    assert all(preset in said.split("of drops: ")[1].split("--")[0] for preset in drops.PRESETS)
