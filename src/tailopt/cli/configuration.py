@@ -27,6 +27,7 @@ import torch
 
 from tailopt import schedules as scheduling
 from tailopt.algorithms import PUBLIC, Algorithm, algorithm
+from tailopt.optional import missing
 from tailopt.paper import paper_settings
 from tailopt.rules.table import INNER, OUTER
 from tailopt.tasks.table import TASKS, task
@@ -294,7 +295,7 @@ def _toml() -> types.ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ImportError(f'The command line needs {package}: pip install "tailopt-torch[runs]"') from error
+        raise missing(f"The command line needs {package}", package, "runs") from error
 
 
 def _from_record(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from tailopt.algorithms import ALGORITHMS
+from tailopt.optional import missing
 
 COLOURS = {
     "sgd": "#8c8c8c",
@@ -37,7 +38,7 @@ def pyplot() -> ModuleType:
     try:
         import matplotlib
     except ImportError:
-        raise ImportError('Figures need matplotlib: pip install "tailopt-torch[studies]".') from None
+        raise missing("Figures need matplotlib", "matplotlib", "studies") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

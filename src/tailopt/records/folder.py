@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tailopt.optional import missing
 from tailopt.records import disk, history
 from tailopt.records.shards import digest
 
@@ -286,4 +287,4 @@ def _needed(package: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ImportError(f'Run folders need {package}: pip install "tailopt-torch[runs]"') from error
+        raise missing(f"Run folders need {package}", package.replace("_", "-"), "runs") from error

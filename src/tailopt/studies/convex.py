@@ -26,6 +26,7 @@ from torch import Tensor
 from tailopt.algorithms import ALGORITHMS, algorithm
 from tailopt.engines.simulate import simulate
 from tailopt.figures.style import band, look, pyplot
+from tailopt.optional import missing
 from tailopt.records import disk
 from tailopt.studies.claims import Claim, claim_lines, judged
 from tailopt.studies.progress import counted
@@ -189,7 +190,7 @@ def _references(plan: Plan, features: str, noise: str) -> dict[str, list[float]]
     try:
         from sklearn.linear_model import HuberRegressor
     except ImportError:
-        raise ImportError('Huber\'s estimate needs scikit-learn: pip install "tailopt-torch[studies]".') from None
+        raise missing("Huber's estimate needs scikit-learn", "scikit-learn", "studies") from None
     task = plan.task(features, noise)
     squares, huber = [], []
     for seed in plan.fresh:

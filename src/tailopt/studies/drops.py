@@ -28,6 +28,7 @@ from torch import Tensor
 
 from tailopt.algorithms import algorithm
 from tailopt.engines.simulate import simulate
+from tailopt.optional import missing
 from tailopt.records import disk, history
 from tailopt.schedules import cosine
 from tailopt.seeds import derive, generator
@@ -211,7 +212,7 @@ def model(plan: Plan, seed: int) -> torch.nn.Module:
     try:
         from transformers import GPT2Config, GPT2LMHeadModel
     except ImportError:
-        raise ImportError('This study needs transformers: pip install "tailopt-torch[studies]".') from None
+        raise missing("This study needs transformers", "transformers", "studies") from None
     config = GPT2Config(
         vocab_size=BYTES,
         n_positions=plan.context,

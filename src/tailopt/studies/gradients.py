@@ -25,6 +25,7 @@ from tailopt.algorithms import algorithm
 from tailopt.clipping.operators import biclip
 from tailopt.engines.simulate import simulate
 from tailopt.figures.style import pyplot
+from tailopt.optional import missing
 from tailopt.paper import paper_settings
 from tailopt.records import disk
 from tailopt.seeds import generator
@@ -198,7 +199,7 @@ def shape(values: Tensor) -> tuple[float, float]:
     try:
         from scipy import stats
     except ImportError:
-        raise ImportError('This study needs scipy: pip install "tailopt-torch[studies]".') from None
+        raise missing("This study needs scipy", "scipy", "studies") from None
     flat = values.flatten().numpy()
     return float(stats.skew(flat)), float(stats.kurtosis(flat))
 

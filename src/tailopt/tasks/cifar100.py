@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from tailopt.optional import missing
 from tailopt.seeds import derive, generator
 from tailopt.splits.partitions import iid
 from tailopt.tasks import files, pretrained
@@ -343,7 +344,7 @@ def _image(content: bytes) -> Any:
     try:
         images = importlib.import_module("PIL.Image")
     except ImportError:
-        raise ImportError('Images need pillow: pip install "tailopt-torch[studies]".') from None
+        raise missing("Images need pillow", "pillow", "studies") from None
     return images.open(io.BytesIO(content))
 
 

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tailopt.optional import missing
+
 ENDINGS = ("", ".gz", ".xz")
 
 
@@ -126,7 +128,7 @@ def hub(name: str, *configuration: str, split: str, **options: Any) -> Any:
     try:
         datasets = importlib.import_module("datasets")
     except ImportError:
-        raise ImportError('Data by public name need datasets: pip install "tailopt-torch[studies]".') from None
+        raise missing("Data by public name need datasets", "datasets", "studies") from None
     if not reachable():  # what was fetched before will do; the switch of both packages is read at every call
         datasets.config.HF_HUB_OFFLINE = True
         importlib.import_module("huggingface_hub").constants.HF_HUB_OFFLINE = True

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
+from tailopt.optional import missing
 from tailopt.seeds import generator
 from tailopt.splits.partitions import iid
 from tailopt.tasks import files, pretrained, tokens
@@ -253,7 +254,7 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ImportError('The metrics need scikit-learn and scipy: pip install "tailopt-torch[studies]".') from None
+        raise missing("The metrics need scikit-learn and scipy", "scikit-learn scipy", "studies") from None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tailopt.optional import missing
 from tailopt.seeds import derive
 from tailopt.tasks.files import reachable
 
@@ -32,7 +33,7 @@ def transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError:
-        raise ImportError('This task needs transformers: pip install "tailopt-torch[studies]".') from None
+        raise missing("This task needs transformers", "transformers", "studies") from None
 
 
 def tokenizer(source: str) -> Any:

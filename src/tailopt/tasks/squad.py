@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from tailopt.optional import missing
 from tailopt.seeds import generator
 from tailopt.splits.partitions import iid
 from tailopt.tasks import files, pretrained, tokens
@@ -193,7 +194,7 @@ def score(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> dict[str, f
     try:
         squad = importlib.import_module("torchmetrics.functional.text.squad").squad
     except ImportError:
-        raise ImportError('Exact match and F1 need torchmetrics: pip install "tailopt-torch[studies]".') from None
+        raise missing("Exact match and F1 need torchmetrics", "torchmetrics", "studies") from None
     given = [{"id": str(i), "prediction_text": text} for i, text in enumerate(texts)]
     known = [
         {"id": str(i), "answers": {"text": list(several), "answer_start": [0] * len(several)}}

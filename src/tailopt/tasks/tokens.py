@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tailopt.optional import missing
 from tailopt.records import disk
 
 
@@ -32,7 +33,7 @@ def cached(made: Callable[[], Mapping[str, Tensor]], *parts: Any) -> dict[str, T
     try:
         from safetensors.torch import load, save
     except ImportError:
-        raise ImportError('Tokenised data need safetensors: pip install "tailopt-torch[studies]".') from None
+        raise missing("Tokenised data need safetensors", "safetensors", "studies") from None
     path = cache() / "tokens" / f"{digest(*parts)}.safetensors"
     if path.is_file():
         return dict(load(path.read_bytes()))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from tailopt.optional import missing
 from tailopt.seeds import generator
 from tailopt.splits.partitions import iid
 from tailopt.tasks import files, pretrained, tokens
@@ -334,14 +335,14 @@ def _bleu() -> Any:
     try:
         return importlib.import_module("sacrebleu").BLEU(tokenize="13a")
     except ImportError:
-        raise ImportError('BLEU needs sacrebleu: pip install "tailopt-torch[studies]".') from None
+        raise missing("BLEU needs sacrebleu", "sacrebleu", "studies") from None
 
 
 def _nltk(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ImportError('METEOR needs nltk: pip install "tailopt-torch[studies]".') from None
+        raise missing("METEOR needs nltk", "nltk", "studies") from None
 
 
 class NoSynonyms:
