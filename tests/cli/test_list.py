@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,24 @@ import pytest
 from tailopt.algorithms import ALGORITHMS
 from tailopt.cli.list import MEANINGS
 from tailopt.cli.main import main
+from tailopt.records.folder import Run
 from tailopt.tasks.synthetic import NOISES
 from tailopt.tasks.table import TASKS
+
+TWO_CLASSES = """
+import torch, tailopt
+x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+data = [torch.utils.data.TensorDataset(part, part.sum(1, keepdim=True)) for part in x.chunk(2)]
+tailopt.simulate(
+    torch.nn.Linear(3, 1),
+    tailopt.Algorithm(
+        outer=torch.optim.Adam, inner=torch.optim.SGD, outer_settings={"lr": 1e-2}, inner_settings={"lr": 0.125}
+    ),
+    loss=lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1]),
+    data=data, rounds=2, local_steps=2, batch_size=5, run="runs/torch", progress=False,
+)
+"""
+SGD = shlex.split("--task gaussian --preset small --rounds 2 --nodes 2 --algorithm avg-sgd --ilr 0.01 --quiet")
 
 
 def test_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,6 +59,52 @@ def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert main(["list", "runs"]) == 0
     row = capsys.readouterr().out.splitlines()[2]
     assert row.split() == ["runs/gaussian-avg-sgd", "gaussian", "avg-sgd", "2", "2", "error", final]
+
+
+def test_a_run_of_two_classes_of_torch_is_listed_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(TWO_CLASSES, {})
+    assert main(["list", "runs"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("runs/torch"))
+    loss = Run.open("runs/torch").history()[-1]["loss"]
+    assert row.split() == ["runs/torch", "-", "Adam-SGD", "2", "2", "loss", f"{loss:.4g}"]
+    assert main(["run", *SGD, "--out", "runs/sgd"]) == 0
+    assert main(["compare", "runs", "--metric", "loss"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[:3] for line in out.splitlines() if "Adam-SGD" in line][0] == ["runs/torch", "Adam-SGD", "2"]
+    assert "0.125" in out  # its learning rate, among the settings that differ
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda run: (run / "config.toml").write_text("rounds = ["), "Invalid value"),
+        (lambda run: (run / "config.toml").write_text("rounds = 2\n"), "names no algorithm"),
+        (lambda run: (run / "history.jsonl").write_text("no JSON\n{}\n"), "history.jsonl"),
+    ],
+)
+def test_one_unreadable_run_hides_no_other(
+    damage: Callable[[Path], object],
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "c"):
+        assert main(["run", *SGD, "--out", f"runs/{name}"]) == 0
+    damage(tmp_path / "runs" / "b")
+    capsys.readouterr()
+    for command in (["list", "runs"], ["compare", "runs"]):
+        assert main(command) == 0
+        sound, _, damaged = capsys.readouterr().out.partition("cannot be read\n")
+        assert [line.split()[0] for line in sound.splitlines() if line.startswith("runs/")][:2] == ["runs/a", "runs/c"]
+        (row,) = [line for line in damaged.splitlines() if line.startswith("runs/")]
+        assert row.startswith("runs/b ") and problem in row and len(row) < 140
+    assert main(["compare", "runs/b"]) == 2, "alone it is an error"
+    assert problem in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "message"), [(["task"], "invalid choice: 'task'"), (["tasks", "x"], "list runs")])

@@ -78,6 +78,23 @@ def test_errors_of_the_parser_are_one_line(words: list[str], message: str, capsy
     assert err.count("\n") == 1
 
 
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"tailopt {tailopt.__version__}\n"
+
+
+def test_messages_of_the_library_are_in_the_words_of_the_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split("run --task syntoken --preset small --nodes 3 --rounds 1 --algorithm avg-sgd --ilr 0.1 --quiet")
+    assert main([*words, "--aggregate", "coordinate-median", "--weights", "1,2,3", "--out", "aggregate=true"]) == 2
+    said = capsys.readouterr().err
+    assert "--aggregate mean" in said and 'aggregate="mean"' not in said
+
+
 def test_a_traceback_on_demand() -> None:
     with pytest.raises(ValueError, match="no task is named"):
         main(["run", "--traceback"])

@@ -123,6 +123,50 @@ def test_mistakes_are_one_line_and_nothing_is_written(
     assert not Path("a").exists()
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "meant"),
+    [
+        ("avg-biclip", "'ilr'"),
+        ("Avg-BiClip", "'ilr'"),
+        ("adam-biclip", "'ilr' or 'olr'"),
+        ("bi2clip", "'ilr' or 'olr'"),
+    ],
+)
+def test_a_learning_rate_without_a_level_is_understood(
+    algorithm: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("file.toml").write_text(f'[algorithm]\nname = "{algorithm}"\nlr = 0.1\n')
+    for words in (["--task", "syntoken", "--algorithm", algorithm, "--lr", "0.1"], ["file.toml"]):
+        assert main(["run", *words]) == 2
+        assert f"lr; did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_texts_has_as_many_nodes_as_there_are_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="the studies' extra is not installed")
+    monkeypatch.setenv("TAILOPT_CACHE", str(tmp_path / "cache"))
+    Path("texts").mkdir()
+    for name in ("one", "two", "three"):
+        Path("texts", f"{name}.txt").write_text(f"the sea is calm to-night, {name}. " * 60)
+    words = ["--task", "texts", "--preset", "small", "--data", "texts", "--tokenizer", "", "--rounds", "1"]
+    assert main(["run", *words, "--algorithm", "avg-sgd", "--ilr", "0.1", "--quiet", "--out", "a"]) == 0
+    run = Run.open("a")
+    assert run.config["nodes"] == 3 and run.history()[-1]["participants"] == [0, 1, 2]
+    assert main(["resume", "a", "--rounds", "2", "--quiet"]) == 0
+    assert main(["run", "a/config.toml", "--rounds", "2", "--quiet", "--out", "b"]) == 0
+    assert Run.open("a").history() == Run.open("b").history()
+
+
+def test_what_was_written_is_said_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *SMALL, *BICLIP, "--out", "a"]) == 0
+    files = capsys.readouterr().out.splitlines()[-1].removeprefix("wrote a: ").split(", ")
+    assert "log.txt" not in files and all(Path("a", name).exists() for name in files)
+    assert main(["resume", "a", "--rounds", "4", "--quiet"]) == 0  # which leaves a line in the log
+    files = capsys.readouterr().out.splitlines()[-1].removeprefix("wrote a: ").split(", ")
+    assert "log.txt" in files and {*files} == {p.name + "/" * p.is_dir() for p in Path("a").iterdir()}
+
+
 def test_warnings_are_lines(capsys: pytest.CaptureFixture[str]) -> None:
     """A node whose loss overflows is left out, and that is said."""
     words = ["--algorithm", "avg-sgd", "--ilr", "1e30", "--nodes", "2", "--guard", "true"]

@@ -64,6 +64,15 @@ def test_lost_contributions_and_a_robust_mean_are_replayed(tmp_path: Path, capsy
     assert lost == [sorted(drops.draw(t)) for t in range(1, 11)] and any(lost)
 
 
+def test_a_used_folder_is_refused_in_the_words_of_the_shell(finished: Path) -> None:
+    _, *words = shlex.split(train.EXAMPLE.replace("\\\n", " "))
+    before = {path: path.read_bytes() for path in finished.iterdir() if path.is_file()}
+    done = torchrun(["--standalone", *words], finished.parents[1])
+    assert done.returncode != 0
+    assert "Pass --resume to go on with the run in it" in done.stderr and "resume=True" not in done.stderr
+    assert {path: path.read_bytes() for path in finished.iterdir() if path.is_file()} == before
+
+
 def test_the_history_is_that_of_a_simulation(finished: Path) -> None:
     rows = [json.loads(line) for line in (finished / "history.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == list(range(1, 11))

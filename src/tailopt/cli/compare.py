@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tailopt.algorithms import ALGORITHMS
-from tailopt.cli.configuration import Pairs, sections
+from tailopt.cli.configuration import Pairs, recorded
 from tailopt.cli.tables import show, word
 from tailopt.figures.style import look, pyplot
 from tailopt.records.folder import CONFIG, ENVIRONMENT, Run, is_run
@@ -22,6 +22,9 @@ EXAMPLE = """\
   tailopt run --task syntoken --algorithm avg-sgd --ilr 0.01 --rounds 20 --out runs/sgd
   tailopt compare runs/biclip runs/sgd --figure runs/compare.png"""
 MARKS = "osD^v<>pP*XhH8d"
+UNREADABLE = (ValueError, TypeError, KeyError, OSError, RuntimeError)  # what a damaged run folder can lead to
+Thing = TypeVar("Thing", bound=Hashable)
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -60,14 +63,20 @@ def add(commands: Any) -> None:
 
 def command(arguments: argparse.Namespace, pairs: Pairs) -> int:
     """Print the tables and draw the figure."""
-    runs = [run for folder in arguments.folders for run in found(folder)]
-    if not runs:
+    paths = [path for folder in arguments.folders for path in found(folder)]
+    if not paths:
         raise FileNotFoundError(
             f"There is no run in {', '.join(arguments.folders)}. Make one: tailopt run --out FOLDER."
         )
+    runs, unreadable = each(paths, Run.open)
+    if not runs:
+        raise next(iter(unreadable.values()))
     metric = arguments.metric or decisive(runs[0])[0]
     lower = lower_is_better(runs[0], metric)
-    courses = [course(run, metric) for run in runs]
+    courses, more = each(runs, lambda run: course(run, metric))
+    unreadable |= {run.path: error for run, error in more.items()}
+    if not courses:
+        raise next(iter(more.values()))
     rows = []
     for one in courses:
         best = one.best(lower)
@@ -83,6 +92,7 @@ def command(arguments: argparse.Namespace, pairs: Pairs) -> int:
             ["run", *differing],
             [[one.name, *(one.settings.get(key) for key in differing)] for one in courses],
         )
+    show_unreadable(unreadable)
     if len({one.task for one in courses}) > 1:
         print("\nThese runs are of different tasks: their metrics do not compare.")
     print()
@@ -94,13 +104,42 @@ def command(arguments: argparse.Namespace, pairs: Pairs) -> int:
     return 0
 
 
-def found(folder: str | Path) -> list[Run]:
+def found(folder: str | Path) -> list[Path]:
     """The run in a folder, or the runs below it, by name."""
     path = Path(folder)
     if is_run(path) or not path.is_dir():
-        return [Run.open(path)]  # which says what is wrong where there is none
-    below = (file.parent for file in path.rglob(CONFIG) if (file.parent / ENVIRONMENT).is_file())
-    return [Run.open(each) for each in sorted(below)]
+        return [path]  # `Run.open` says what is wrong where there is none
+    return sorted(file.parent for file in path.rglob(CONFIG) if (file.parent / ENVIRONMENT).is_file())
+
+
+def each(things: Sequence[Thing], read: Callable[[Thing], Made]) -> tuple[list[Made], dict[Thing, Exception]]:
+    """What is read of every thing, and the errors of those that cannot be: one damaged run hides no other."""
+    made: list[Made] = []
+    errors: dict[Thing, Exception] = {}
+    for thing in things:
+        try:
+            made.append(read(thing))
+        except UNREADABLE as error:
+            errors[thing] = error
+    return made, errors
+
+
+def show_unreadable(errors: Mapping[Path, Exception]) -> None:
+    """A table of the runs that could not be read, with the problem of each in a few words."""
+    if errors:
+        print()
+        show("cannot be read", ["run", "problem"], [[str(path), brief(error)] for path, error in errors.items()])
+
+
+def brief(error: Exception) -> str:
+    """The first sentence of an error, and no more of it than a line has room for.
+
+    Examples:
+        >>> brief(ValueError("config.toml names no algorithm. Write one."))
+        'config.toml names no algorithm'
+    """
+    first = (" ".join(str(error).split()) or type(error).__name__).split(". ")[0].rstrip(".")
+    return first if len(first) <= 120 else f"{first[:117]}..."
 
 
 def decisive(run: Run) -> tuple[str, bool]:
@@ -120,6 +159,8 @@ def lower_is_better(run: Run, metric: str) -> bool:
 
 def course(run: Run, metric: str) -> Course:
     """A run's metric by round; rounds without it are left out."""
+    if not isinstance(run.config.get("algorithm"), str):
+        raise ValueError(f"{CONFIG} names no algorithm.")
     points = []
     known = {"loss"}
     for row in run.history():
@@ -131,7 +172,7 @@ def course(run: Run, metric: str) -> Course:
         raise ValueError(
             f"Invalid metric: {run.path} has no {metric!r}. It has {', '.join(sorted(known))}: --metric loss."
         )
-    tables = sections(run.config)
+    tables = recorded(run.config)
     settings = {**tables["task"], **tables["run"], **tables["algorithm"]}
     settings |= {f"schedules.{key}": entry for key, entry in tables["schedules"].items()}
     settings.pop("name", None)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from tailopt import schedules as scheduling
-from tailopt.algorithms import PUBLIC, Algorithm, algorithm
+from tailopt.algorithms import ALGORITHMS, FIXED, PUBLIC, REQUIRED, Algorithm, algorithm
 from tailopt.optional import missing
 from tailopt.paper import paper_settings
 from tailopt.rules.table import INNER, OUTER
@@ -149,7 +149,9 @@ def sections(found: Mapping[str, Any]) -> Tables:
         {'task': {'name': 'syntoken'}, 'algorithm': {'name': 'avg-sgd', 'ilr': 0.1}, 'run': {'rounds': 5},
          'schedules': {}}
     """
-    tables = _from_record(found) if isinstance(found.get("algorithm"), str) else dict(found)
+    tables = recorded(found) if isinstance(found.get("algorithm"), str) else dict(found)
+    named = tables.get("algorithm")
+    own = algorithm_settings(named.get("name") if isinstance(named, Mapping) else None)
     for section in tables:
         if section not in SECTIONS:
             raise ValueError(f"Unknown section: {section!r}{_nearest(section, SECTIONS)} Known: {', '.join(SECTIONS)}.")
@@ -158,7 +160,8 @@ def sections(found: Mapping[str, Any]) -> Tables:
                 f"Invalid {section}: got {tables[section]!r}; need a table. Write [{section}] and its settings below."
             )
         for key in tables[section]:
-            _check_key(section, key, plain_keys(section) | ({*_algorithm_keys()} if section == "schedules" else set()))
+            known = plain_keys(section) | ({*_algorithm_keys()} if section == "schedules" else set())
+            _check_key(section, key, known, known - (_algorithm_keys() - own))
     return {section: dict(tables.get(section, {})) for section in SECTIONS}
 
 
@@ -170,8 +173,10 @@ def override(tables: Tables, pairs: Pairs) -> Tables:
         {'task': {'noise': 'none'}, 'algorithm': {'i_u': 0.001}, 'run': {}, 'schedules': {'ilr': {'power': -0.5}}}
     """
     tables = {section: dict(tables.get(section, {})) for section in SECTIONS}
+    named = [text for option, text in pairs if SHORT.get(option, option) == "algorithm.name"]
+    own = algorithm_settings(named[-1] if named else tables["algorithm"].get("name"))
     for option, text in pairs:
-        section, key, *deeper = _address(option)
+        section, key, *deeper = _address(option, own)
         table: dict[str, Any] = tables[section]
         for name in (key, *deeper)[:-1]:
             below = table.get(name)
@@ -298,9 +303,10 @@ def _toml() -> types.ModuleType:
         raise missing(f"The command line needs {package}", package, "runs") from error
 
 
-def _from_record(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The flat layout of a run folder, in sections."""
+def recorded(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The flat layout of a run folder, in sections, unchecked: a run from Python may hold anything beside the usual."""
     rest = dict(found)
+    rest.pop("numbers", None)  # of two optimizers of torch: the same as their settings, under torch's names
     tables: dict[str, Any] = {"task": rest.pop("task", {})}
     tables["algorithm"] = {"name": rest.pop("algorithm"), **rest.pop("settings", {})}
     tables["algorithm"] |= {key: rest.pop(key) for key in ("inner_state", "send_preconditioner") if key in rest}
@@ -318,12 +324,36 @@ def _algorithm_keys() -> set[str]:
     return words | {"inner_state", "send_preconditioner"}
 
 
-def _address(option: str) -> list[str]:
-    """Where an option of the command line stands: section, key, and keys below that."""
+def algorithm_settings(name: Any) -> set[str]:
+    """The settings that an algorithm has; those of all where the name is none that can be told apart.
+
+    Examples:
+        >>> sorted(algorithm_settings("avg-biclip"))
+        ['dead_zone', 'i_d', 'i_u', 'ilr', 'inner_state', 'weight_decay']
+    """
+    plain = str(name).strip().lower()
+    pairs = {f"{outer}-{inner}": (outer, inner) for outer in OUTER for inner in INNER} | {**ALGORITHMS}
+    if plain not in pairs:
+        return _algorithm_keys()
+    levels = zip(("outer", "inner"), pairs[plain], (OUTER, INNER), strict=True)
+    return {"inner_state", *REQUIRED.get(plain, ()), *(["send_preconditioner"] if plain == "adam2" else [])} | {
+        PUBLIC[level].get(word, word)
+        for level, rule, table in levels
+        for word in (*table[rule].settings, *(w for w in table[rule].options if w not in FIXED[level]))
+    }
+
+
+def _address(option: str, own: set[str]) -> list[str]:
+    """Where an option of the command line stands: section, key, and keys below that.
+
+    Args:
+        own: the settings of the algorithm that is named; only these are suggested.
+    """
     parts = SHORT.get(option, option).split(".")
+    others = _algorithm_keys() - own
     if parts[0] in SECTIONS and len(parts) > 1:
         known = plain_keys(parts[0]) | (_algorithm_keys() if parts[0] == "schedules" else set())
-        _check_key(parts[0], parts[1], known)
+        _check_key(parts[0], parts[1], known, known - others)
         return parts
     homes = [section for section in SECTIONS if parts[0] in plain_keys(section)]
     if len(homes) > 1:
@@ -331,7 +361,8 @@ def _address(option: str) -> list[str]:
         raise ValueError(f"Ambiguous setting: --{option} is in {' and '.join(homes)}. Write {spelled}.")
     if not homes:
         known = {key for section in SECTIONS for key in plain_keys(section)} | {*SHORT, *EXTRA_OPTIONS}
-        raise ValueError(f"Unknown option: --{option}{_nearest(option, known)} Known: {', '.join(sorted(known))}.")
+        near = _nearest(option, known - others)
+        raise ValueError(f"Unknown option: --{option}{near} Known: {', '.join(sorted(known))}.")
     return [homes[0], *parts]
 
 
@@ -339,16 +370,21 @@ def _address(option: str) -> list[str]:
 EXTRA_OPTIONS = ("out", "quiet", "traceback", "help")
 
 
-def _check_key(section: str, key: str, known: Collection[str]) -> None:
+def _check_key(section: str, key: str, known: Collection[str], near: Collection[str] | None = None) -> None:
     if key not in known:
-        raise ValueError(
-            f"Unknown setting: {section}.{key}{_nearest(key, known)} [{section}] knows {', '.join(sorted(known))}."
-        )
+        nearest = _nearest(key, known if near is None else near)
+        raise ValueError(f"Unknown setting: {section}.{key}{nearest} [{section}] knows {', '.join(sorted(known))}.")
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else "."
+    """What was probably meant: the closest word, or all that are equally close, as ilr and olr are to lr."""
+
+    def likeness(word: str) -> float:
+        return difflib.SequenceMatcher(None, word, name).ratio()
+
+    near = difflib.get_close_matches(name, list(known), n=5)
+    best = sorted(word for word in near if likeness(word) == likeness(near[0]))
+    return f"; did you mean {' or '.join(map(repr, best))}?" if best else "."
 
 
 def _resolved_task(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tailopt.algorithms import ALGORITHMS, FIXED, PUBLIC, REQUIRED
-from tailopt.cli.compare import course, decisive, found
+from tailopt.cli.compare import course, decisive, each, found, show_unreadable
 from tailopt.cli.configuration import Pairs, task_settings
 from tailopt.cli.tables import show, word
+from tailopt.records.folder import Run
 from tailopt.rules.table import INNER, OUTER
 from tailopt.tasks.synthetic import NOISES
 from tailopt.tasks.table import PRESETS, TASKS, task
@@ -108,16 +109,20 @@ def runs(folder: Path) -> int:
         raise FileNotFoundError(
             f"Invalid folder: there is no {folder}. Give that of your runs: tailopt list runs FOLDER."
         )
-    rows = []
-    for run in found(folder):
-        metric = decisive(run)[0]
-        one = course(run, metric)
-        end = one.values[-1] if one.values else None
-        asked = run.config.get("rounds")
-        rows.append([one.name, one.task, one.algorithm, len(run.history()), asked, metric, end])
+    rows, unreadable = each(found(folder), _ended)
     show(f"runs in {folder}", ["run", "task", "algorithm", "rounds", "of", "metric", "final"], rows)
+    show_unreadable(unreadable)
     print(f"\nread {len(rows)} run{'s'[: len(rows) != 1]}, wrote nothing; `tailopt compare {folder}` compares them")
     return 0
+
+
+def _ended(path: Path) -> list[Any]:
+    """A run's row: how far it came."""
+    run = Run.open(path)
+    metric = decisive(run)[0]
+    one = course(run, metric)
+    end = one.values[-1] if one.values else None
+    return [one.name, one.task, one.algorithm, len(run.history()), run.config.get("rounds"), metric, end]
 
 
 LISTS: Mapping[str, Callable[[], None]] = {"tasks": tasks, "algorithms": algorithms, "noises": noises}

@@ -6,14 +6,17 @@ Exit codes: 0, or 2 for what the user can mend (one line that says how), or 130 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
+import re
+import shlex
 import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from tailopt.cli import compare, list, resume, run, study, train, verify
-from tailopt.cli.configuration import Pairs, split
+from tailopt.cli.configuration import Pairs, RunSettings, split
 
 COMMANDS = {
     "run": run,
@@ -64,8 +67,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         if traced:
             raise
         name = f"tailopt {words[0]}" if words and words[0] in COMMANDS else "tailopt"
-        print(f"{name}: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        message = " ".join(str(error).split()) or type(error).__name__
+        # these two take the library's keywords as options; others speak of Python where they mean it
+        print(f"{name}: {in_shell(message) if name.endswith(('run', 'train')) else message}", file=sys.stderr)
         return 2
+
+
+def in_shell(message: str) -> str:
+    """A message of the library with its keywords as options.
+
+    Only true switches and quoted words are replaced: a folder may well be called ilr=0.1.
+
+    Examples:
+        >>> in_shell('Pass resume=True to go on with it, or use aggregate="mean".')
+        'Pass --resume to go on with it, or use --aggregate mean.'
+    """
+    options = {field.name: field.name for field in dataclasses.fields(RunSettings)}
+    options |= {"resume": "resume", "pretrained": "model"}
+
+    def option(found: re.Match[str]) -> str:
+        word, text = found["word"], found["text"]
+        if word not in options:
+            return found[0]
+        value = "" if text is None else f" {shlex.quote(text)}"
+        return f"--{options[word]}{value}"
+
+    return re.sub(r'(?<![\w/.-])(?P<word>[a-z_]+)=(?:True\b|"(?P<text>[^"]*)")', option, message)
 
 
 def _called(words: Sequence[str]) -> int:
@@ -88,11 +115,13 @@ def _parser() -> Parser:
     parser = Parser(
         prog="tailopt",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="tailopt COMMAND ...",
+        usage="tailopt COMMAND ... | tailopt --version",
         description="Nested training under heavy-tailed noise: run, resume and compare simulations.",
         epilog="Every command has its own --help. --traceback, anywhere, shows where an error arose.\n\n"
         f"example:\n{EXAMPLE}",
     )
+    version = sys.modules["tailopt"].__version__  # the root imports all rooms, so no room imports it
+    parser.add_argument("--version", action="version", version=f"tailopt {version}")
     commands = parser.add_subparsers(metavar="COMMAND", prog="tailopt")
     for command in COMMANDS.values():
         command.add(commands)

@@ -24,7 +24,8 @@ from tailopt.cli.configuration import (
 )
 from tailopt.cli.tables import word
 from tailopt.engines.simulate import simulate
-from tailopt.records.folder import Run, is_run
+from tailopt.engines.verify import DIGESTS
+from tailopt.records.folder import CONFIG, ENVIRONMENT, HISTORY, LOG, TIMES, Run, is_run
 
 # Options of the command itself, with whether a value follows; every other --word is a setting.
 OPTIONS = {"--out": True, "--quiet": False, "--help": False}
@@ -65,14 +66,16 @@ def command(arguments: argparse.Namespace, pairs: Pairs) -> int:
 def go(chosen: Configuration, folder: Path, resume: bool, quiet: bool) -> int:
     """Simulate into a folder, and say what is there then."""
     problem, seed = chosen.problem(), chosen.run.seed
-    nodes = chosen.run.nodes
-    assert nodes is not None  # resolved
+    assert chosen.run.nodes is not None  # resolved
     try:
+        data = problem.nodes(seed, chosen.run.nodes)
+        # 0 stands for as many as the data have sources; from here on it is a number
+        chosen = dataclasses.replace(chosen, run=dataclasses.replace(chosen.run, nodes=len(data)))
         simulate(
             problem.model(seed),
             chosen.method(),
             loss=problem.loss,
-            data=problem.nodes(seed, nodes),
+            data=data,
             evaluate=lambda model: problem.evaluate(model, seed),
             schedules=chosen.made_schedules() or None,
             run=folder,
@@ -128,8 +131,14 @@ def _summary(folder: Path) -> str:
     lines = [f"round {last['round']}: {ends}"]
     if left_out:
         lines.append(f"{left_out} displacements were left out; history.jsonl says which and why")
-    lines.append(f"wrote {folder}: config.toml, environment.json, history.jsonl, times.jsonl, log.txt, checkpoints/")
+    lines.append(written(folder))
     return "\n".join(lines)
+
+
+def written(folder: Path) -> str:
+    """What a run left in its folder, in the order in which one would open it."""
+    usual = (CONFIG, ENVIRONMENT, HISTORY, TIMES, DIGESTS, LOG, "checkpoints/")
+    return f"wrote {folder}: {', '.join(name for name in usual if (folder / name).exists())}"
 
 
 def _listed() -> str:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tailopt import faults
 from tailopt.cli.configuration import Configuration, Pairs, override, read, resolve, sections
 from tailopt.cli.run import OPTIONS as RUN_OPTIONS
+from tailopt.cli.run import written
 from tailopt.cli.tables import word
 from tailopt.engines import closing
 from tailopt.engines.distributed import NestedOptimizer
@@ -65,7 +66,7 @@ def command(arguments: argparse.Namespace, pairs: Pairs) -> int:
     finally:
         dist.destroy_process_group()
     if int(os.environ["RANK"]) == 0:
-        print(f"wrote {arguments.out}: config.toml, environment.json, history.jsonl, digests.jsonl, checkpoints/")
+        print(written(Path(arguments.out)))
     return 0
 
 
