@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import warnings
 from pathlib import Path
@@ -88,3 +89,35 @@ def test_the_help_of_study_names_the_presets_of_drops(capsys: pytest.CaptureFixt
     said = " ".join(capsys.readouterr().out.split())
     assert "of drops: " in said
     assert all(preset in said.split("of drops: ")[1].split("--")[0] for preset in drops.PRESETS)
+
+
+def test_whom_one_trusts_is_said_and_found() -> None:
+    page = flat("docs/whom-you-trust.md")
+    for said in (
+        "Nothing is encrypted, and nobody is authenticated",
+        "Whoever reaches the store's port can end the run",
+        "Robust means protect against wrong displacements, not against a wrong owner",
+        "Under torchrun this is not possible",
+        "ever unpickled",
+        "against accidents",
+    ):
+        assert said in page
+    for link in ("README.md", "docs/real-nodes.md", "docs/index.md", "mkdocs.yml", "SECURITY.md"):
+        assert "whom-you-trust.md" in flat(link)
+    assert "private security advisory" in flat("SECURITY.md") and "@" not in flat("SECURITY.md")
+
+
+UNPICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve"}
+
+
+def test_nothing_of_the_library_unpickles() -> None:
+    found = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found += [path.name for alias in node.names if alias.name.split(".")[0] in UNPICKLING]
+            elif isinstance(node, ast.ImportFrom):
+                found += [path.name] * ((node.module or "").split(".")[0] in UNPICKLING)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                found += [path.name] * (ast.unparse(node.func) == "torch.load" or "_object" in node.func.attr)
+    assert found == []
