@@ -316,6 +316,21 @@ def test_load_is_a_copy_with_checksums(sizes: list[int], nodes: int, kind: torch
             p.zero_()
 
 
+def test_kept_addresses_follow_tensors_that_move() -> None:
+    layout = Layout((40, 5), 2)
+    kept = passes.Spans.of(spans(layout), layout.cuts)
+    for turn in range(4):
+        params, x = [numbers(40, seed=turn), numbers(5, seed=turn)], numbers(layout.total, seed=turn + 10)
+        delta = torch.zeros(layout.total)
+        looks = passes.moved(params, x, delta, kept, layout.cuts)
+        views = layout.views(x, [p.shape for p in params])
+        for p, begun, d in zip(params, views, layout.views(delta, [p.shape for p in params]), strict=True):
+            assert same(d, p - begun)
+        assert looks == [torch_look(delta[layout.stretch(k)]) for k in range(2)]
+        passes.load(params, x, kept, layout.cuts)
+        assert all(map(same, params, views))
+
+
 def test_load_takes_any_layout_of_a_parameter() -> None:
     layout = Layout((12, 0, 10), 2)
     x = numbers(layout.total)

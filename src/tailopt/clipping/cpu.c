@@ -731,47 +731,76 @@ EXPORT int tailopt_pass(int op, int variant, int threads, int tensors, const uin
 
 /* ---- a round between nodes ---- */
 
-/* d = p - x piece by piece (or only a look at d, where p is NULL); into the slot of each piece: checksum, largest magnitude.
- * place: of a piece's first element in its stretch. */
-EXPORT void tailopt_moved(int variant, int threads, int pieces, const uint64_t *p, const uint64_t *x, const uint64_t *d,
-                          const int64_t *count, const int64_t *place, const int32_t *slot, uint64_t *sums, uint32_t *largest) {
-    const Variant *v = VARIANTS + variant;
-    for (int k = 0; k < pieces; k++) {
-        const int64_t n = count[k];
-        float *to = (float *)(uintptr_t)d[k];
-        uint64_t sum = 0;
-        uint32_t top = 0;
+/* Pieces of stretches: d = p - x, where p is NULL a look at d, where d is NULL p = x. */
+typedef struct {
+    const Variant *v;
+    int pieces;
+    const uint64_t *p, *x, *d;      /* addresses */
+    const int64_t *count, *place;   /* place: of a piece's first element in its stretch */
+    const int32_t *slot;            /* the stretch */
+    uint64_t *sums;                 /* of what was looked at, by slot: checksum, and largest magnitude or NULL */
+    uint32_t *largest;
+} Pieces;
+
+static Look unit_of(const Pieces *s, int k, int64_t at) {
+    const int64_t n = s->count[k] - at < UNIT ? s->count[k] - at : UNIT, place = s->place[k] + at;
+    float *p = s->p ? (float *)(uintptr_t)s->p[k] + at : NULL, *d = s->d ? (float *)(uintptr_t)s->d[k] + at : NULL;
+    if (!p) return s->v->looked(d, n, place);
+    const float *x = (const float *)(uintptr_t)s->x[k] + at;
+    return d ? s->v->moved(p, x, d, n, place) : s->v->load(p, x, n, place);
+}
+
+static void add_up_looks(const Pieces *s, int slot, Look seen) {
 #ifdef _OPENMP
-#pragma omp parallel for num_threads(threads) if (n >= SERIAL && threads > 1) reduction(+ : sum) reduction(max : top)
+#pragma omp critical
 #endif
-        for (int64_t at = 0; at < n; at += UNIT) {
-            const int64_t m = n - at < UNIT ? n - at : UNIT, first = place[k] + at;
-            const float *now = p ? (const float *)(uintptr_t)p[k] + at : NULL, *begun = p ? (const float *)(uintptr_t)x[k] + at : NULL;
-            const Look seen = p ? v->moved(now, begun, to + at, m, first) : v->looked(to + at, m, first);
-            sum += seen.sum;
-            top = seen.largest > top ? seen.largest : top;
-        }
-        sums[slot[k]] += sum;
-        largest[slot[k]] = top > largest[slot[k]] ? top : largest[slot[k]];
+    {
+        s->sums[slot] += seen.sum;
+        if (s->largest && seen.largest > s->largest[slot]) s->largest[slot] = seen.largest;
     }
 }
 
-/* p = x piece by piece; into the slot of each piece: the checksum of x. */
+static void share_pieces(const Pieces *s, int64_t *next) {
+    Look seen = {0, 0};
+    int64_t index = 0, mine = claim(next);
+    for (int k = 0; k < s->pieces; k++) {
+        for (int64_t at = 0; at < s->count[k]; at += UNIT, index++) {
+            if (index != mine) continue;
+            mine = claim(next);
+            const Look more = unit_of(s, k, at);
+            seen.sum += more.sum;
+            seen.largest = more.largest > seen.largest ? more.largest : seen.largest;
+        }
+        if (k + 1 == s->pieces || s->slot[k + 1] != s->slot[k]) {
+            add_up_looks(s, s->slot[k], seen);
+            seen.sum = 0, seen.largest = 0;
+        }
+    }
+}
+
+static void pass_pieces(const Pieces *s, int threads) {
+    int64_t total = 0, next = 0;
+    for (int k = 0; k < s->pieces; k++) total += s->count[k];
+    if (total < SERIAL || threads < 2) {
+        share_pieces(s, &next);
+    } else {
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads)
+#endif
+        share_pieces(s, &next);
+    }
+}
+
+EXPORT void tailopt_moved(int variant, int threads, int pieces, const uint64_t *p, const uint64_t *x, const uint64_t *d,
+                          const int64_t *count, const int64_t *place, const int32_t *slot, uint64_t *sums, uint32_t *largest) {
+    const Pieces s = {VARIANTS + variant, pieces, p, x, d, count, place, slot, sums, largest};
+    pass_pieces(&s, threads);
+}
+
 EXPORT void tailopt_load(int variant, int threads, int pieces, const uint64_t *p, const uint64_t *x, const int64_t *count,
                          const int64_t *place, const int32_t *slot, uint64_t *sums) {
-    const Variant *v = VARIANTS + variant;
-    for (int k = 0; k < pieces; k++) {
-        const int64_t n = count[k];
-        uint64_t sum = 0;
-#ifdef _OPENMP
-#pragma omp parallel for num_threads(threads) if (n >= SERIAL && threads > 1) reduction(+ : sum)
-#endif
-        for (int64_t at = 0; at < n; at += UNIT) {
-            const int64_t m = n - at < UNIT ? n - at : UNIT;
-            sum += v->load((float *)(uintptr_t)p[k] + at, (const float *)(uintptr_t)x[k] + at, m, place[k] + at).sum;
-        }
-        sums[slot[k]] += sum;
-    }
+    const Pieces s = {VARIANTS + variant, pieces, p, x, NULL, count, place, slot, sums, NULL};
+    pass_pieces(&s, threads);
 }
 
 EXPORT void tailopt_mean(int variant, int threads, const uint64_t *rows, const float *shares, int nodes, float whole,

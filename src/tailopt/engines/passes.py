@@ -79,21 +79,43 @@ class Span:
 
 
 class Spans(tuple[Span, ...]):
-    """Spans for the passes that take them many times: what the kernel asks about them is computed once."""
+    """Spans that are passed over round after round: what the kernel asks about them is kept, for small models notice.
+
+    Addresses are kept with what they were computed from, and computed again where a tensor has moved.
+    """
 
     counts: array[int]
     places: array[int]
     nodes: array[int]
+    _params: tuple[list[int], array[int]]
+    _flat: dict[int, array[int]]
 
     @classmethod
     def of(cls, spans: Iterable[Span], cuts: Sequence[int]) -> Spans:
         """Of a flat buffer in which node k owns cuts[k] to cuts[k + 1]."""
-        found = spans if isinstance(spans, Spans) else cls(spans)
-        if found is not spans:
-            found.counts = array("q", [span.count for span in found])
-            found.places = array("q", [span.start - cuts[span.node] for span in found])
-            found.nodes = array("i", [span.node for span in found])
+        if isinstance(spans, Spans):
+            return spans
+        found = cls(spans)
+        found.counts = array("q", [span.count for span in found])
+        found.places = array("q", [span.start - cuts[span.node] for span in found])
+        found.nodes = array("i", [span.node for span in found])
+        found._params, found._flat = ([], array("Q")), {}
         return found
+
+    def in_params(self, params: Sequence[Tensor]) -> array[int]:
+        """Where the spans begin in fp32 parameters."""
+        where = list(map(Tensor.data_ptr, params))
+        if where != self._params[0]:
+            self._params = where, array("Q", [where[span.tensor] + 4 * span.offset for span in self])
+        return self._params[1]
+
+    def in_flat(self, flat: Tensor) -> array[int]:
+        """Where the spans begin in a flat fp32 buffer."""
+        begin = flat.data_ptr()
+        if begin not in self._flat:
+            kept = list(self._flat.items())[-1:]  # a round has two: weights and displacements
+            self._flat = {**dict(kept), begin: array("Q", [begin + 4 * span.start for span in self])}
+        return self._flat[begin]
 
 
 def look(x: Tensor) -> Look:
@@ -183,12 +205,10 @@ def moved(params: Sequence[Tensor], x: Tensor, delta: Tensor, spans: Sequence[Sp
             torch.sub(p.to(d), begun.to(p.dtype).to(d), out=d)
         return [look(delta[cuts[k] : cuts[k + 1]]) for k in range(nodes)]
     spans = Spans.of(spans, cuts)
-    size, begin, into = 4, x.data_ptr(), delta.data_ptr()
-    where = [p.data_ptr() for p in params]
     checksums, tops = kernel.moved_at(
-        array("Q", [where[span.tensor] + size * span.offset for span in spans]),
-        array("Q", [begin + size * span.start for span in spans]),
-        array("Q", [into + size * span.start for span in spans]),
+        spans.in_params(params),
+        spans.in_flat(x),
+        spans.in_flat(delta),
         spans.counts,
         spans.places,
         spans.nodes,
@@ -212,10 +232,9 @@ def load(params: Sequence[Tensor], x: Tensor, spans: Sequence[Span], cuts: Seque
             torch._foreach_copy_([params[i] for i in begins], views)
         return [checksum(x[cuts[k] : cuts[k + 1]]) for k in range(nodes)]
     spans = Spans.of(spans, cuts)
-    begin, where = x.data_ptr(), [p.data_ptr() for p in params]
     checksums = kernel.load_at(
-        array("Q", [where[span.tensor] + 4 * span.offset for span in spans]),
-        array("Q", [begin + 4 * span.start for span in spans]),
+        spans.in_params(params),
+        spans.in_flat(x),
         spans.counts,
         spans.places,
         spans.nodes,
