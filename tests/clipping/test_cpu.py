@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from tailopt.clipping import cpu
+from tailopt.engines import passes
+from tailopt.rounds import blocks
 
 SOURCE = Path(cpu.__file__).parents[2]
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -234,5 +236,7 @@ def test_the_numbers_match_those_of_the_source() -> None:
     source = (SOURCE / "tailopt" / "clipping" / "cpu.c").read_text(encoding="utf-8")
     assert f"#define VERSION {cpu.VERSION}\n" in source
     assert f"BINS = {cpu.BINS} }}" in source
+    assert f"BLOCK = {blocks.BLOCK} }}" in source and cpu.BLOCK == blocks.BLOCK
+    assert f"PLACES = {passes.PLACES} }}" in source
     library = cpu.loaded()
     assert library is not None and library.variants[0] == "portable" and cpu.why_missing() == ""

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import tailopt
+from tailopt.clipping import cpu
 from tailopt.clipping.operators import arithmetic
-from tailopt.rounds.guard import Bound, Exclusion, bound, judge
+from tailopt.rounds.guard import Bound, Exclusion, _farthest, _ulp_squares, bound, judge
 from tailopt.rules.rule import Numbers, Rule, State
 from tailopt.rules.table import INNER
 from tailopt.rules.torch_optim import torch_rule
@@ -302,3 +309,160 @@ def test_tensors_without_elements_are_fine() -> None:
     limit = Bound("coordinate", 1.0, 0.0, 1)
     assert judge(0, [torch.zeros(0), torch.ones(1)], [torch.zeros(0), torch.zeros(1)], ["a", "b"], limit, {}) is None
     assert judge(0, [torch.zeros(0)], [torch.zeros(0)], ["a"], limit, {}) is None
+
+
+# --- in C and in torch ----------------------------------------------------------------------------------------------
+
+KERNEL = cpu.loaded()
+needs_kernel = pytest.mark.skipif(KERNEL is None, reason="the C kernel was not built")
+HALVES = [torch.float32, torch.bfloat16, torch.float16]
+MAGNITUDES = [0.0, 1e-45, 1e-40, 1.2e-38, 1e-20, 2.0**-24, 1e-6, 0.02, 1.0, 65504.0, 1e30, 3e38, math.inf, math.nan]
+
+
+def plainly(d: Tensor, x: Tensor, a: float, c: float, steps: int) -> tuple[int, float] | None:
+    """The formula over whole tensors: b (1 + 0.1 %) and z + 2 ulps of max(|x|, b), where b = a + c |x|."""
+    wide = x.to(d.dtype).abs()
+    b = a + c * wide
+    exponent = torch.frexp(torch.maximum(wide, b))[1] - 1
+    info = torch.finfo(x.dtype)
+    ulp = torch.ldexp(torch.full_like(d, info.eps), exponent).clamp(min=info.smallest_normal * info.eps)
+    allowed = b * 1.001 + (steps + 2) * ulp
+    beyond = d.abs() > allowed
+    if not beyond.any():
+        return None
+    at = int(torch.where(beyond, d.abs() - allowed, float("-inf")).argmax())
+    return at, float(allowed[at])
+
+
+def magnitudes(draw: st.DrawFn, n: int, source: torch.Generator) -> Tensor:
+    """Some of all sizes, some at random: all with random signs."""
+    known = torch.tensor(draw(st.lists(st.sampled_from(MAGNITUDES), min_size=1, max_size=6)))
+    some = known[torch.randint(len(known), (n,), generator=source)]
+    found = torch.where(torch.rand(n, generator=source) < 0.5, some, torch.randn(n, generator=source))
+    return torch.where(torch.rand(n, generator=source) < 0.5, -found, found)
+
+
+@st.composite
+def displacements(draw: st.DrawFn) -> tuple[Tensor, Tensor, float, float, int]:
+    """d, x, a, c, steps: anything, or exactly at the bound but for a few elements that are next to it, or beyond."""
+    n = draw(st.sampled_from([1, 2, 7, 8, 33, 1023, 1025, 3000, 140_000]))
+    source = torch.Generator().manual_seed(draw(st.integers(0, 9999)))
+    a = draw(st.sampled_from([0.0, 1e-45, 1e-38, 1e-20, 1e-6, 0.1, 1e38]))
+    c = draw(st.sampled_from([0.0, 1e-30, 1e-3, 0.5, 3.0]))
+    steps = draw(st.integers(0, 20))
+    x = magnitudes(draw, n, source).to(draw(st.sampled_from(HALVES)))
+    d = magnitudes(draw, n, source).nan_to_num_(1.0, 1.0, 1.0)
+    if draw(st.booleans()):  # everybody exactly at the bound
+        wide = x.float().abs()
+        b = a + c * wide
+        ulp = torch.exp2(torch.frexp(torch.maximum(wide, b))[1].double() - 1) * torch.finfo(x.dtype).eps
+        least = torch.finfo(x.dtype).smallest_normal * torch.finfo(x.dtype).eps
+        d = (b * 1.001 + (steps + 2) * ulp.float().clamp(min=least)).nan_to_num_(1.0, 1.0, 1.0)
+        some = torch.rand(n, generator=source) < draw(st.sampled_from([0.0, 0.01, 0.5]))
+        d = torch.where(some, torch.nextafter(d, torch.tensor(draw(st.sampled_from([0.0, math.inf])))), d)
+        d = torch.where(torch.rand(n, generator=source) < 0.5, -d, d).clamp(-3e38, 3e38)
+    return d, x, a, c, steps
+
+
+@needs_kernel
+@settings(max_examples=400, deadline=None)
+@given(displacements(), st.integers(1, 2), st.sampled_from(KERNEL.variants if KERNEL is not None else ["none"]))
+def test_the_kernel_decides_as_torch_does(
+    what: tuple[Tensor, Tensor, float, float, int], threads: int, variant: str
+) -> None:
+    """The same element and bound, with zeros, denormals, infinities and NaN, and with all exactly at the bound."""
+    assert KERNEL is not None
+    d, x, a, c, steps = what
+    (found,) = KERNEL.beyond([d], [x], [a], [c], 1.001, steps + 2, variant=variant, threads=threads)
+    assert found == plainly(d, x, a, c, steps) == _farthest(d, x, a, c, steps)
+
+
+@needs_kernel
+def test_of_several_that_are_equally_far_the_first_is_named() -> None:
+    assert KERNEL is not None
+    for first in (0, 1, 1023, 1024, 70_000, 299_999):
+        d, x = torch.zeros(300_000), torch.zeros(300_000)
+        d[first:] = -5.0
+        for found in (
+            KERNEL.beyond([d], [x], [1.0], [0.0], 1.001, 3, threads=2)[0],
+            _farthest(d, x, 1.0, 0.0, 1),
+            plainly(d, x, 1.0, 0.0, 1),
+        ):
+            assert found is not None and found[0] == first
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_first_tensor_is_named_whoever_looks_at_it(dtype: torch.dtype) -> None:
+    """One tensor for the kernel, one with thresholds of its own for torch, one that is not contiguous."""
+    start = [torch.ones(3, dtype=dtype), torch.ones(2, 2, dtype=dtype), torch.ones(2, 3, dtype=dtype).t()]
+    limit = Bound("coordinate", [1e-6, torch.full((2, 1), 1e-6), 1e-6], 0.0, 1)
+    names = ["a", "b", "c"]
+    for i in range(3):
+        delta = [torch.zeros(x.shape) for x in start]
+        assert judge(0, delta, start, names, limit, {}) is None
+        for later in delta[i:]:
+            later.view(-1)[1] = -0.5
+        found = judge(0, delta, start, names, limit, {})
+        assert found is not None and (found.tensor, found.value) == (names[i], -0.5)
+        assert found.bound == pytest.approx(1e-6 + 3 * torch.finfo(dtype).eps, rel=1e-2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.sampled_from([*HALVES, torch.float64]), st.sampled_from([0.0, 1e-40, 1e-9, 1e-3, 1.0]))
+def test_ulps_of_a_norm_are_added_up_as_in_torch(data: st.DataObject, dtype: torch.dtype, least: float) -> None:
+    """Also where they span so many octaves that the sum depends on its order; by all variants and threads."""
+    source = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
+    n = data.draw(st.sampled_from([1, 7, 1025, 32_768, 32_769, 140_000]))
+    x = magnitudes(data.draw, n, source).to(dtype)
+    wide = x.to(arithmetic(dtype)).abs().clamp(min=least)
+    info = torch.finfo(dtype)
+    ulps = torch.ldexp(torch.full_like(wide, info.eps), torch.frexp(wide)[1] - 1)
+    ulps = ulps.clamp(min=info.smallest_normal * info.eps)
+    expected = [float((block.double() ** 2).sum()) for block in ulps.split(32_768)]
+    assert _ulp_squares(x, least) == expected
+    if KERNEL is not None and dtype != torch.float64:
+        for variant in KERNEL.variants:
+            found = KERNEL.ulp_squares(x, least, variant=variant, threads=2)
+            assert all(one in (-1, other) for one, other in zip(found, expected, strict=True))
+
+
+@needs_kernel
+def test_a_plain_sum_of_ulps_is_the_kernels() -> None:
+    """Nothing is left to torch where weights are of usual sizes."""
+    assert KERNEL is not None
+    x = 0.02 * torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    assert all(one > 0 for one in KERNEL.ulp_squares(x, 1e-6))
+
+
+@needs_kernel
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.parametrize("kind", ["coordinate", "norm"])
+def test_the_exact_test_needs_no_memory(kind: str) -> None:
+    """16 million parameters that all moved by one ulp, farther than lr * u: 64 MB, and less than 8 MB more."""
+    program = f"""
+        import math, torch
+        from tailopt.rounds.guard import Bound, judge
+
+        def peak():
+            with open("/proc/self/status") as status:
+                return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+
+        def test(x, d, a):
+            return judge(0, [d], [x], ["w"], Bound("{kind}", a, 0.0, 1), {{}})
+
+        n = 1 << 24
+        x, d = torch.ones(n), torch.full((n,), 2.0**-23)
+        a = 1e-8 * (math.sqrt(n) if "{kind}" == "norm" else 1)
+        small = slice(0, 100_000)
+        test(x[small], d[small], 1e-8)  # what is loaded and made once
+        before = peak()
+        assert test(x, d, a) is None
+        assert test(x, d * 100, a) is not None
+        print(peak() - before - 4 * n)  # d * 100
+    """
+    env = {**os.environ, "PYTHONPATH": str(Path(tailopt.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) < 8_000_000

@@ -162,7 +162,7 @@ SWEEP_16(rescale)
 
 /* ---- counting: integers by plain reductions, squares by fixed lanes in double, the maximum by its bit pattern ---- */
 
-#define TALLY(REAL, BITS, SUFFIX, INFINITE, BEFORE)                                                                  \
+#define TALLY(REAL, BITS, SUFFIX, MAGNITUDE, INFINITE, BEFORE)                                                       \
     INLINE void tally_##SUFFIX(const REAL *restrict x, int64_t n, const Row *row, Tally *t, double *lane) {          \
         const Row_##SUFFIX r = row_##SUFFIX(row);                                                                   \
         const REAL dead = r.dead_zone, low = r.d > dead ? r.d : dead, high = r.u > low ? BEFORE(r.u, (REAL)0) : low; \
@@ -171,7 +171,7 @@ SWEEP_16(rescale)
             BITS b;                                                                                                 \
             REAL a;                                                                                                 \
             memcpy(&b, x + i, sizeof b);                                                                            \
-            b &= (BITS)~((BITS)1 << (8 * sizeof b - 1));                                                            \
+            b &= MAGNITUDE;                                                                                         \
             memcpy(&a, &b, sizeof a);                                                                               \
             zero += a <= dead;                                                                                      \
             below += a <= low;                                                                                      \
@@ -196,8 +196,8 @@ SWEEP_16(rescale)
         for (; i < n; i++) lane[i % LANES] = fma((double)x[i], (double)x[i], lane[i % LANES]);                      \
     }
 
-TALLY(float, int32_t, f32, 0x7f800000, nextafterf)
-TALLY(double, int64_t, f64, 0x7ff0000000000000, nextafter)
+TALLY(float, int32_t, f32, INT32_MAX, 0x7f800000, nextafterf)
+TALLY(double, int64_t, f64, INT64_MAX, 0x7ff0000000000000, nextafter)
 
 /* Bin = biased exponent of a float, an octave: 2^(bin-127) <= |x| < 2^(bin-126); bin 0 holds what is smaller, zeros too, bin
  * 255 what is not finite. log2 of the mantissa comes from a table by its first 10 bits (middle of the cell, 16 bits of
@@ -236,10 +236,10 @@ INLINE void histogram(const float *x, int64_t n, uint64_t *bins) {
     }
 }
 
-INLINE void widen(const Unit *w, const char *g, int64_t n, float *out) {
-    const uint16_t *h = (const uint16_t *)g;
-    if (w->dtype == BF16) for (int64_t i = 0; i < n; i++) out[i] = from_bits((uint32_t)h[i] << 16);
-    else if (w->dtype == F16) for (int64_t i = 0; i < n; i++) out[i] = f16_widen(h[i]);
+INLINE void widen(int dtype, const char *g, int64_t n, float *out) {
+    const uint16_t *h = (const uint16_t *)(const void *)g;
+    if (dtype == BF16) for (int64_t i = 0; i < n; i++) out[i] = from_bits((uint32_t)h[i] << 16);
+    else if (dtype == F16) for (int64_t i = 0; i < n; i++) out[i] = f16_widen(h[i]);
     else
         for (int64_t i = 0; i < n; i++) { /* for the histogram: exponent and mantissa cut to a float's, not rounded */
             uint64_t b;
@@ -273,7 +273,7 @@ INLINE void sample(const Unit *w, int64_t at, int64_t n, float *wide) {
     if (w->dtype == F32) {
         histogram((const float *)g, end - first, w->bins);
     } else {
-        widen(w, g, end - first, wide);
+        widen(w->dtype, g, end - first, wide);
         histogram(wide, end - first, w->bins);
     }
 }
@@ -283,7 +283,7 @@ INLINE void tally(const Unit *w, int64_t at, int64_t n, double *lane, float *wid
     if (w->dtype == F32) tally_f32((const float *)g, n, w->row, w->tally, lane);
     else if (w->dtype == F64) tally_f64((const double *)g, n, w->row, w->tally, lane);
     else {
-        widen(w, g, n, wide);
+        widen(w->dtype, g, n, wide);
         tally_f32(wide, n, w->row, w->tally, lane);
     }
 }
@@ -413,6 +413,94 @@ INLINE void descend(const Sum *s, const Descent *h, float *restrict x, float *re
     }
 }
 
+/* ---- the guard: guard.py says it in torch, every rounding here is one of those ---- */
+
+enum { BLOCK = 32768 };             /* elements whose squares are added up at once, as in blocks.py */
+
+/* Of a type: the distance of 1 to the next number, and of 0. */
+typedef struct { float eps, least; } Type;
+
+INLINE Type type_of(int dtype) {
+    const Type types[] = {{0x1p-23f, 0x1p-149f}, {0, 0}, {0x1p-7f, 0x1p-133f}, {0x1p-10f, 0x1p-24f}}; /* not for fp64 */
+    return types[dtype];
+}
+
+/* The distance of a magnitude to the next larger number of a type. Of 0 and of what is not finite: half of eps, as from the
+ * exponent that frexp gives them. */
+INLINE float ulp(float x, Type t) {
+    const uint32_t b = to_bits(x), exponent = b & 0x7f800000u;
+    const float u = from_bits(exponent) * t.eps;
+    const float clamped = u > t.least ? u : t.least;
+    return b == 0 || exponent == 0x7f800000u ? t.eps / 2 : clamped;
+}
+
+typedef struct { float a, c, slack, ulps; Type type; } Limit;
+
+/* How far a coordinate x may move: b (1 + slack) and some units in the last place of max(|x|, b), where b = a + c |x|. */
+INLINE float allowed(float x, const Limit *l) {
+    const float m = fabsf(x), b = l->a + l->c * m;
+    return b * l->slack + l->ulps * ulp(m > b ? m : b, l->type);
+}
+
+/* By how much d is beyond; -1 where it is not. */
+INLINE int32_t excess_bits(float d, float x, const Limit *l) {
+    const float far = fabsf(d), most = allowed(x, l);
+    return far > most ? (int32_t)to_bits(far - most) : -1;
+}
+
+/* The first of the elements that are farthest beyond; at < 0: none is. */
+typedef struct { int64_t at; float excess, allowed; } Beyond;
+
+INLINE void beyond(const float *d, const char *x, int dtype, int64_t n, const Limit *limit, Beyond *worst) {
+    const Limit l = *limit;
+    float wide[NEAR];
+    for (int64_t at = 0; at < n; at += NEAR) {
+        const int64_t m = n - at < NEAR ? n - at : NEAR;
+        const float *e = d + at, *y = wide;
+        next_page(e), next_page(x + at * size_of(dtype));
+        if (dtype == F32) y = (const float *)(const void *)x + at;
+        else widen(dtype, x + at * 2, m, wide);
+        int32_t top = -1; /* the bits of the largest excess: those of numbers that are not negative are in their order */
+        for (int64_t i = 0; i < m; i++) {
+            const int32_t excess = excess_bits(e[i], y[i], &l);
+            top = excess > top ? excess : top;
+        }
+        if (top < 0 || (worst->at >= 0 && from_bits((uint32_t)top) <= worst->excess)) continue;
+        int64_t i = 0;
+        while (excess_bits(e[i], y[i], &l) != top) i++;
+        worst->at = at + i, worst->excess = from_bits((uint32_t)top), worst->allowed = allowed(y[i], &l);
+    }
+}
+
+/* The sum of squares of the units in the last place of max(|x|, b), of one block. They are powers of 2, so it is exact in any
+ * order while they span few octaves; -1 where they do not. */
+INLINE double ulp_squares(const char *x, int dtype, int64_t n, float b) {
+    const Type type = type_of(dtype);
+    double lane[LANES] = {0}, sum = 0;
+    float wide[NEAR];
+    int32_t low = INT32_MAX, high = 0;
+    for (int64_t at = 0; at < n; at += NEAR) {
+        const int64_t m = n - at < NEAR ? n - at : NEAR;
+        next_page(x + at * size_of(dtype));
+        if (dtype == F32) memcpy(wide, x + at * 4, (size_t)m * 4);
+        else widen(dtype, x + at * 2, m, wide);
+        for (int64_t i = 0; i < m; i++) {
+            const float a = fabsf(wide[i]);
+            wide[i] = ulp(a < b ? b : a, type);
+        }
+        for (int64_t i = 0; i < m; i++) {
+            const int32_t u = (int32_t)to_bits(wide[i]);
+            low = u < low ? u : low, high = u > high ? u : high;
+        }
+        for (int64_t i = m; i < (m + LANES - 1) / LANES * LANES; i++) wide[i] = 0;
+        for (int64_t i = 0; i < m; i += LANES)
+            for (int j = 0; j < LANES; j++) lane[j] += (double)wide[i + j] * (double)wide[i + j];
+    }
+    for (int j = 0; j < LANES; j++) sum += lane[j];
+    /* 2^15 squares below 2^(2 high + 1), all multiples of 2^(2 low): 53 bits hold 18 octaves */
+    return (double)from_bits((uint32_t)high) <= 0x1p18 * (double)from_bits((uint32_t)low) ? sum : -1;
+}
+
 /* ---- instruction sets ---- */
 
 #define VARIANT(NAME, TARGET) TARGET static void unit_##NAME(const Unit *w) { unit(w); }
@@ -445,6 +533,13 @@ INLINE void descend(const Sum *s, const Descent *h, float *restrict x, float *re
         }                                                                                                            \
         return seen_##NAME(&seen);                                                                                   \
     }                                                                                                                \
+    TARGET static void beyond_##NAME(const float *d, const char *x, int dtype, int64_t n, const Limit *l, Beyond *worst) { \
+        if (dtype == F32) beyond(d, x, F32, n, l, worst);                                                           \
+        else beyond(d, x, dtype, n, l, worst);                                                                      \
+    }                                                                                                               \
+    TARGET static double ulp_squares_##NAME(const char *x, int dtype, int64_t n, float b) {                         \
+        return dtype == F32 ? ulp_squares(x, F32, n, b) : ulp_squares(x, dtype, n, b);                              \
+    }                                                                                                               \
     TARGET static void mean_##NAME(const Sum *s, int negative, float *out, int64_t from, int64_t n) {                \
         mean(s, negative, out, from, n);                                                                            \
     }                                                                                                               \
@@ -608,12 +703,14 @@ typedef struct {
     Look (*load)(float *, const float *, int64_t, int64_t);
     void (*mean)(const Sum *, int, float *, int64_t, int64_t);
     void (*descend)(const Sum *, const Descent *, float *, float *, int64_t, int64_t);
+    void (*beyond)(const float *, const char *, int, int64_t, const Limit *, Beyond *);
+    double (*ulp_squares)(const char *, int, int64_t, float);
 } Variant;
 static const Variant VARIANTS[] = { /* best last */
-    {"portable", unit_portable, looked_portable, moved_portable, load_portable, mean_portable, descend_portable},
+    {"portable", unit_portable, looked_portable, moved_portable, load_portable, mean_portable, descend_portable, beyond_portable, ulp_squares_portable},
 #ifdef X86
-    {"avx2", unit_avx2, looked_avx2, moved_avx2, load_avx2, mean_avx2, descend_avx2},
-    {"avx512", unit_avx512, looked_avx2, moved_avx2, load_avx2, mean_avx2, descend_avx2},
+    {"avx2", unit_avx2, looked_avx2, moved_avx2, load_avx2, mean_avx2, descend_avx2, beyond_avx2, ulp_squares_avx2},
+    {"avx512", unit_avx512, looked_avx2, moved_avx2, load_avx2, mean_avx2, descend_avx2, beyond_avx2, ulp_squares_avx2},
 #endif
 };
 
@@ -829,4 +926,42 @@ EXPORT void tailopt_descend(int variant, int threads, const uint64_t *rows, cons
         for (int64_t at = 0; at < n; at += UNIT)
             best->descend(&s, &h, to + at, state ? state + at : NULL, from[k] + at, n - at < UNIT ? n - at : UNIT);
     }
+}
+
+/* Piece by piece, d in fp32 and x in its own type: which element is farthest beyond a + c |x| and the slack, or -1, and how far
+ * it may be at most. */
+EXPORT void tailopt_beyond(int variant, int threads, int pieces, const uint64_t *d, const uint64_t *x, const int64_t *count,
+                           const int32_t *dtype, const double *a, const double *c, float slack, float ulps, int64_t *at,
+                           float *most) {
+    const Variant *v = VARIANTS + variant;
+    for (int k = 0; k < pieces; k++) {
+        const Limit l = {(float)a[k], (float)c[k], slack, ulps, type_of(dtype[k])};
+        const int64_t n = count[k];
+        Beyond worst = {-1, 0, 0};
+#ifdef _OPENMP
+#pragma omp parallel for num_threads(threads) if (n >= SERIAL && threads > 1)
+#endif
+        for (int64_t from = 0; from < n; from += UNIT) {
+            Beyond found = {-1, 0, 0};
+            v->beyond((const float *)(uintptr_t)d[k] + from, (const char *)(uintptr_t)x[k] + from * size_of(dtype[k]), dtype[k],
+                      n - from < UNIT ? n - from : UNIT, &l, &found);
+            if (found.at < 0) continue;
+            found.at += from;
+#ifdef _OPENMP
+#pragma omp critical
+#endif
+            if (worst.at < 0 || found.excess > worst.excess || (found.excess == worst.excess && found.at < worst.at)) worst = found;
+        }
+        at[k] = worst.at, most[k] = worst.allowed;
+    }
+}
+
+/* Block by block: the sum of squares of the units in the last place of max(|x|, b), or -1 where it depends on the order. */
+EXPORT void tailopt_ulp_squares(int variant, int threads, const void *x, int dtype, int64_t n, double b, double *sums) {
+    const Variant *v = VARIANTS + variant;
+#ifdef _OPENMP
+#pragma omp parallel for num_threads(threads) if (n >= SERIAL && threads > 1)
+#endif
+    for (int64_t at = 0; at < n; at += BLOCK)
+        sums[at / BLOCK] = v->ulp_squares((const char *)x + at * size_of(dtype), dtype, n - at < BLOCK ? n - at : BLOCK, (float)b);
 }

@@ -21,6 +21,7 @@ from torch import Tensor
 VERSION = 3  # of cpu.c; a library of another version is refused
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 BINS = 256  # octaves of a histogram
+BLOCK = 32_768  # elements of a sum of squares
 OPERATIONS = {"biclip": 0, "rescale": 1, "count": 2}
 
 _forked = False
@@ -48,6 +49,8 @@ class Library:
     _load: Callable[..., None]
     _mean: Callable[..., None]
     _descend: Callable[..., None]
+    _beyond: Callable[..., None]
+    _ulp_squares: Callable[..., None]
 
     def run(
         self,
@@ -229,6 +232,62 @@ class Library:
             fused,
         )
 
+    def beyond(
+        self,
+        deltas: Sequence[Tensor],
+        starts: Sequence[Tensor],
+        a: Sequence[float],
+        c: Sequence[float],
+        slack: float,
+        ulps: float,
+        variant: str | None = None,
+        threads: int | None = None,
+    ) -> list[tuple[int, float] | None]:
+        """Of each tensor: the element that is farthest beyond what it may move, and how much that is; None: none is.
+
+        A coordinate of start x may move by slack * b and so many ulps of max(|x|, b), where b = a + c |x|. The deltas
+        are in fp32, the starts in fp32, bf16 or fp16; all are contiguous, on the CPU.
+        """
+        n = len(deltas)
+        at, most = array("q", bytes(8 * n)), array("f", bytes(4 * n))
+        where, begun, counts = addresses(deltas), addresses(starts), sizes(deltas)
+        kinds, floors, slopes = array("i", [DTYPES[x.dtype] for x in starts]), array("d", a), array("d", c)
+        self._beyond(
+            len(self.variants) - 1 if variant is None else self.variants.index(variant),
+            1 if _forked else (threads or torch.get_num_threads()),
+            n,
+            where.buffer_info()[0],
+            begun.buffer_info()[0],
+            counts.buffer_info()[0],
+            kinds.buffer_info()[0],
+            floors.buffer_info()[0],
+            slopes.buffer_info()[0],
+            slack,
+            ulps,
+            at.buffer_info()[0],
+            most.buffer_info()[0],
+        )
+        return [(i, bound) if i >= 0 else None for i, bound in zip(at, most, strict=True)]
+
+    def ulp_squares(
+        self, x: Tensor, least: float, variant: str | None = None, threads: int | None = None
+    ) -> array[float]:
+        """The sum of squares of the ulps of max(|x|, least), of each block of `BLOCK` elements.
+
+        -1 where it would depend on the order. x: fp32, bf16 or fp16, contiguous, on the CPU.
+        """
+        sums = array("d", bytes(8 * -(-x.numel() // BLOCK)))
+        self._ulp_squares(
+            len(self.variants) - 1 if variant is None else self.variants.index(variant),
+            1 if _forked else (threads or torch.get_num_threads()),
+            x.data_ptr(),
+            DTYPES[x.dtype],
+            x.numel(),
+            least,
+            sums.buffer_info()[0],
+        )
+        return sums
+
 
 def addresses(tensors: Sequence[Tensor]) -> array[int]:
     """Where the tensors' elements begin."""
@@ -311,4 +370,10 @@ def _load() -> tuple[Library | None, str]:
     descend.argtypes = [ctypes.c_int] * 2 + [ctypes.c_void_p] * 2 + [ctypes.c_int, ctypes.c_float, ctypes.c_int]
     descend.argtypes += [ctypes.c_void_p] * 5 + [ctypes.c_float, ctypes.c_int, ctypes.c_int]
     mean.restype = descend.restype = None
-    return Library(path, variants, bool(handle.tailopt_openmp()), one_pass, moved, load, mean, descend), ""
+    beyond, ulp_squares = handle.tailopt_beyond, handle.tailopt_ulp_squares
+    beyond.argtypes = [ctypes.c_int] * 3 + [ctypes.c_void_p] * 6 + [ctypes.c_float] * 2 + [ctypes.c_void_p] * 2
+    ulp_squares.argtypes = [ctypes.c_int] * 2 + [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double]
+    ulp_squares.argtypes += [ctypes.c_void_p]
+    beyond.restype = ulp_squares.restype = None
+    passes = one_pass, moved, load, mean, descend, beyond, ulp_squares
+    return Library(path, variants, bool(handle.tailopt_openmp()), *passes), ""

@@ -27,19 +27,20 @@ def norm(tensors: Iterable[Tensor]) -> float:
 
 def root(sums: Iterable[float]) -> float:
     """The root of sums of squares, added in their order; NaN stays."""
-    total = _added(sums)
+    total = added(sums)
     return math.sqrt(total) if total >= 0 else total
 
 
 def squares(x: Tensor) -> float:
     """The sum of squares of one tensor."""
-    blocks = [(block.double() ** 2).sum() for block in x.detach().reshape(-1).split(BLOCK)]
-    if len(blocks) == 1:
-        return float(blocks[0])
-    return _added(torch.stack(blocks).tolist()) if blocks else 0.0
+    sums = ((block.double() ** 2).sum() for block in x.detach().reshape(-1).split(BLOCK) if block.numel())
+    if x.is_cpu:  # at once: small results kept between large temporary ones would scatter those over the memory
+        return added(map(float, sums))
+    found = list(sums)
+    return added(torch.stack(found).tolist()) if found else 0.0
 
 
-def _added(values: Iterable[float]) -> float:
+def added(values: Iterable[float]) -> float:
     """One rounded addition after another; Python's own `sum` compensates from version 3.12 on."""
     total = 0.0
     for value in values:

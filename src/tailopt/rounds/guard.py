@@ -18,11 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tailopt.rounds.blocks import norm
+from tailopt.clipping import cpu
+from tailopt.rounds.blocks import BLOCK, added, norm, root, squares
 from tailopt.rules.rule import Numbers, Rule, of, product
 
 SLACK = 1e-3
 NOT_FINITE, BEYOND = "not finite", "beyond what its optimizer can move"  # why a displacement is excluded
+PIECE = 1 << 16  # elements that torch compares at once
+KERNEL = (torch.float32, torch.bfloat16, torch.float16)  # types of parameters that the C kernel knows
 
 
 @dataclass(frozen=True)
@@ -142,18 +145,58 @@ def _first_nonfinite(x: Tensor) -> float:
 def _beyond_coordinates(
     node: int, delta: Sequence[Tensor], start: Sequence[Tensor], names: Sequence[str], limit: Bound, tops: list[float]
 ) -> Exclusion | None:
-    for i, (d, x, name, top) in enumerate(zip(delta, start, names, tops, strict=True)):
-        a, c = of(limit.a, i), of(limit.c, i)
-        if not isinstance(a, Tensor) and top <= a:  # the usual case; a is the least that b can be
-            continue
-        b = a + c * x.to(d.dtype).abs()
-        allowed = b * (1 + SLACK) + (limit.steps + 2) * _ulp(torch.maximum(x.to(d.dtype).abs(), _full(b, d)), x.dtype)
-        beyond = d.abs() > allowed
-        if bool(beyond.any()):
-            at = torch.where(beyond, d.abs() - allowed, float("-inf")).reshape(-1).argmax()
-            value, most = float(d.reshape(-1)[at]), float(allowed.expand_as(d).reshape(-1)[at])
-            return Exclusion(node, name, value, most, BEYOND)
+    a, c = ([of(value, i) for i in range(len(names))] for value in (limit.a, limit.c))
+    # a is the least that b can be: a top within it is the usual case
+    close = [i for i, top in enumerate(tops) if isinstance(a[i], Tensor) or not top <= a[i]]
+    kernel = cpu.loaded()
+    found: dict[int, tuple[int, float] | None] = {}
+    if kernel is not None:
+        fast = [i for i in close if _plain(delta[i], start[i]) and not isinstance(a[i] + c[i], Tensor)]
+        pairs = [delta[i] for i in fast], [start[i] for i in fast]
+        numbers = [a[i] for i in fast], [c[i] for i in fast]
+        found.update(zip(fast, kernel.beyond(*pairs, *numbers, 1 + SLACK, limit.steps + 2), strict=True))
+    for i in close:
+        worst = found[i] if i in found else _farthest(delta[i], start[i], a[i], c[i], limit.steps)
+        if worst is not None:
+            at, most = worst
+            value = float(delta[i].reshape(-1)[at])
+            return Exclusion(node, names[i], value, most, BEYOND)
     return None
+
+
+def _plain(d: Tensor, x: Tensor) -> bool:
+    """Whether the kernel takes a displacement and its start."""
+    known = d.dtype == torch.float32 and x.dtype in KERNEL and d.shape == x.shape
+    return known and d.is_cpu and x.is_cpu and d.is_contiguous() and x.is_contiguous()
+
+
+def _farthest(d: Tensor, x: Tensor, a: Any, c: Any, steps: int) -> tuple[int, float] | None:
+    """The element that is farthest beyond its bound, and that bound; None: none is."""
+    if d.numel() <= PIECE or not d.is_cpu:
+        found = _farthest_of(d, x, a, c, steps)
+        return None if found is None else found[1:]
+    # in pieces that stay in the cache: a dozen temporary tensors of the size of a parameter take several times as long
+    rows = [v.expand(d.shape).reshape(-1) if isinstance(v, Tensor) and v.dim() else v for v in (d, x, a, c)]
+    best: tuple[float, int, float] | None = None
+    for k in range(0, d.numel(), PIECE):
+        piece = [v[k : k + PIECE] if isinstance(v, Tensor) and v.dim() else v for v in rows]
+        found = _farthest_of(piece[0], piece[1], piece[2], piece[3], steps)
+        if found is not None and (best is None or found[0] > best[0]):
+            best = found[0], k + found[1], found[2]
+    return None if best is None else best[1:]
+
+
+def _farthest_of(d: Tensor, x: Tensor, a: Any, c: Any, steps: int) -> tuple[float, int, float] | None:
+    """By how much it is beyond, where it is, and its bound."""
+    wide = x.to(d.dtype).abs()
+    b = a + c * wide
+    allowed = b * (1 + SLACK) + (steps + 2) * _ulp(torch.maximum(wide, b), x.dtype)
+    beyond = d.abs() > allowed
+    if not bool(beyond.any()):
+        return None
+    excess = torch.where(beyond, d.abs() - allowed, float("-inf")).reshape(-1)
+    at = int(excess.argmax())
+    return float(excess[at]), at, float(allowed.expand_as(d).reshape(-1)[at])
 
 
 def _beyond_norm(
@@ -169,19 +212,31 @@ def exceeded(moved: float, start: Sequence[Tensor], limit: Bound) -> float | Non
     b = _largest(limit.a) + (_largest(limit.c) * norm(start) if _largest(limit.c) else 0.0)
     if moved <= b:
         return None
-    wide = (x.to(torch.float64 if x.dtype == torch.float64 else torch.float32).abs() for x in start)
-    ulps = norm(_ulp(x.clamp(min=b), own.dtype) for x, own in zip(wide, start, strict=True))
+    ulps = root(added(_ulp_squares(x, b)) for x in start)
     allowed = b * (1 + SLACK) + (limit.steps + 2) * ulps
     return allowed if moved > allowed else None
+
+
+def _ulp_squares(x: Tensor, least: float) -> list[float]:
+    """The sum of squares of the ulps of max(|x|, least), of each block."""
+    kernel, line = cpu.loaded(), x.detach().reshape(-1)
+    plain = line.is_cpu and line.is_contiguous() and line.dtype in KERNEL
+    found = kernel.ulp_squares(line, least) if kernel is not None and plain else None
+    blocks = line.split(BLOCK) if line.numel() else ()
+    # the kernel leaves those blocks to torch whose sum depends on the order
+    return [
+        _ulp_squares_of(block, least) if found is None or found[k] < 0 else found[k] for k, block in enumerate(blocks)
+    ]
+
+
+def _ulp_squares_of(block: Tensor, least: float) -> float:
+    wide = block.to(torch.float64 if block.dtype == torch.float64 else torch.float32).abs()
+    return squares(_ulp(wide.clamp(min=least), block.dtype))
 
 
 def _largest(value: Any) -> float:
     """Of a list with a threshold for each parameter, the largest bounds the norm over all of them."""
     return max(map(float, value)) if isinstance(value, list) else float(value)
-
-
-def _full(b: Any, like: Tensor) -> Tensor:
-    return b if isinstance(b, Tensor) else torch.full_like(like, b)
 
 
 def _ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
