@@ -150,6 +150,65 @@ def test_a_step_needs_no_memory() -> None:
     assert foreach > 60_000_000, foreach
 
 
+# --- what C leaves undefined ----------------------------------------------------------------------------------------
+
+EVERYTHING = """
+    import torch
+    from tailopt import BiClip, L2Clip, count
+    from tailopt.clipping.cpu import loaded
+    from tailopt.engines import passes
+    from tailopt.rounds.guard import Bound, judge
+
+    kernel = loaded()
+    assert kernel is not None and "trapping" in str(kernel.path)
+    strange = torch.tensor([0.0, -0.0, 1.0, -3.0, 1e-40, 3e38, float("inf"), float("nan")]).repeat(129)[:-1]
+    for kind in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        p = torch.nn.Parameter(torch.ones(1031, dtype=kind))
+        p.grad = strange.to(kind)
+        for u, d in ((1.0, 0.5), (float("inf"), 0.0)):
+            BiClip([p], u=u, d=d, statistics=True, maximize=True, weight_decay=0.1).step()
+        L2Clip([p], u=1.0).step()
+        for variant in kernel.variants:
+            for operation in ("biclip", "rescale"):
+                row = [-0.1, 0.9, 0.0, 1.0, 0.5, 0.0, 1.0, 2.0, 1.0]
+                kernel.run(operation, [p.detach()], [p.grad], [0], row, variant=variant)
+        count([p.grad], 1.0, 0.5)
+    span = passes.Span(0, 0, 0, 1031, 0)
+    x, delta = strange.clone(), torch.zeros(1031)
+    passes.load([delta], x, [span], [0, 1031])
+    passes.moved([delta], x, torch.zeros(1031), [span], [0, 1031])
+    passes.look(x)
+    passes.mean([x, x], [0.5, 0.5], 1.0)
+    passes._fused()
+    judge(0, [torch.ones(1031)], [strange], ["w"], Bound("coordinate", 0.0, 0.1, 1), {})
+    judge(0, [torch.ones(1031)], [strange], ["w"], Bound("norm", 0.0, 0.0, 1), {})
+    print("defined")
+"""
+
+
+@needs_kernel
+@pytest.mark.skipif(sys.platform == "win32", reason="asks for gcc or clang")
+def test_the_kernel_does_nothing_that_c_leaves_undefined(tmp_path: Path) -> None:
+    """Built so that shifts into a sign, overflows of signed numbers and the like are traps."""
+    if COMPILER is None:
+        pytest.skip("no C compiler")
+    folder = tmp_path / "trapping"
+    without_library(folder)
+    here = folder / "tailopt" / "clipping"
+    flags = [
+        "-O1",
+        "-fsanitize=undefined",
+        "-fsanitize-undefined-trap-on-error",
+        "-ffp-contract=off",
+        "-shared",
+        "-fPIC",
+    ]
+    command = [COMPILER, *flags, "-o", str(here / "_cpu.abi3.so"), str(here / "cpu.c"), "-lm"]
+    if subprocess.run(command, timeout=300).returncode:
+        pytest.skip("no sanitizer")
+    assert "defined" in run(EVERYTHING, folder)
+
+
 # --- a library that cannot be used ----------------------------------------------------------------------------------
 
 STEP = """
