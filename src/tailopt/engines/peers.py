@@ -265,7 +265,9 @@ class Peers:
             raise call.error
         if not done or call.error is not None:
             reason = first_line(call.error) if call.error else f"no answer for {self.timeout:g} s"
-            raise NodeLost(f"{self._keeper} cannot be reached: {reason}. Start all nodes anew.") from call.error
+            lost = NodeLost(f"{self._keeper} cannot be reached: {reason}. Start all nodes again.")
+            _watchdog(lost, block(f"{self._keeper} cannot be reached: {reason}."))
+            raise lost from call.error
         heart: Heart = call.value
         _SHARED[group] = (self._worker, heart)
         _HEARTS.append((heart, self._worker))
@@ -675,7 +677,7 @@ def _depart() -> None:
     for heart, _ in hearts:
         heart.ended(LINGER)
     # a thread that comes back from C++ while the interpreter is being taken down would abort the process
-    if hearts and (_LOST or any(worker.busy for _, worker in hearts)):
+    if _LOST or any(worker.busy for _, worker in hearts):
         logging.shutdown()
         if _LOST:
             say(_LOST[0][1])
