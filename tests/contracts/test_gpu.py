@@ -162,3 +162,80 @@ def test_fused_says_that_it_is_for_the_cpu() -> None:
     opt = tailopt.BiClip(parameters("cuda", torch.float32), fused=True)
     with pytest.raises(RuntimeError, match="`fused=True` requires all the params to be floating point Tensors"):
         opt.step()
+
+
+def idle_on(device: str = "cuda") -> tuple[Tensor, tailopt.BiClip]:
+    p = torch.nn.Parameter(torch.ones(1 << 20, device=device))
+    p.grad = torch.full_like(p, 1e-3)
+    return p, tailopt.BiClip([p], lr=1e-5, u=1.0, d=1e-2)
+
+
+def test_idle_thresholds_are_warned_of_at_a_later_step_without_waiting() -> None:
+    p, opt = idle_on()
+    torch.cuda._sleep(int(5e9))  # seconds: the counts cannot have arrived in the next steps
+    with nothing_waits():
+        for _ in range(5):
+            opt.step()
+    torch.cuda.synchronize()
+    with pytest.warns(UserWarning, match="in step 1, 100.0% .* RMS weight 1\\."), nothing_waits():
+        opt.step()
+    opt.step()
+
+
+def test_on_a_device_the_first_and_the_tenth_step_are_looked_at() -> None:
+    for due in (1, 10):
+        p, opt = idle_on()
+        for step in range(1, 13):
+            opt.param_groups[0]["lr"] = 1e-5 if step == due else 1.0
+            if step == due + 1:
+                with pytest.warns(UserWarning, match=f"in step {due}, "):
+                    opt.step()
+            else:
+                opt.step()
+            torch.cuda.synchronize()
+    p, opt = idle_on()
+    for step in range(1, 1100):
+        opt.param_groups[0]["lr"] = 1.0 if step in (1, 10) else 1e-5
+        opt.step()
+    torch.cuda.synchronize()
+    opt.step()
+
+
+def test_settings_on_the_device_are_compared_there() -> None:
+    p = torch.nn.Parameter(torch.ones(4, 500, device="cuda"))
+    p.grad = torch.full_like(p, 1e-3)
+    numbers = {"lr": 1e-5, "u": 1.0, "d": 1e-2}
+    opt = tailopt.BiClip([p], **{k: torch.tensor(v, device="cuda") for k, v in numbers.items()}, dead_zone="auto")
+    with nothing_waits():
+        opt.step()
+    torch.cuda.synchronize()
+    with pytest.warns(UserWarning, match="in step 1, "):
+        opt.step()
+    rows = {"u": torch.ones(4, 1, device="cuda"), "d": torch.full((4, 1), 1e-2, device="cuda")}
+    opt = tailopt.BiClip([p], lr=1e-5, **rows)
+    opt.step()
+    torch.cuda.synchronize()
+    with pytest.warns(UserWarning, match="in step 1, "):
+        opt.step()
+
+
+def test_a_captured_step_is_not_looked_at() -> None:
+    p, opt = idle_on()
+    opt.param_groups[0]["capturable"] = True
+    opt.param_groups[0]["lr"] = 1.0
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(9):
+            opt.step()
+    torch.cuda.current_stream().wait_stream(side)
+    opt.param_groups[0]["lr"] = 1e-5
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        opt.step()  # the tenth
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    opt.step()
+    assert not opt._threshold_check._queued
+    assert abs(p[0].item() - (1.0 - 9 * 1e-2 - 4 * 1e-7)) < 1e-6

@@ -21,6 +21,7 @@ from tailopt.clipping.shards import is_dtensor
 COMPLETE_BELOW = 65_536  # smaller tensors enter a histogram whole
 STRIDE = 32  # of larger ones, one cache line in so many
 LINE = 64  # bytes
+LOOK = 1 << 24  # elements that `moved_and_raised` holds a copy of
 EXPONENT = 127  # octave k of a histogram holds 2^(k-127) <= |x| < 2^(k-126)
 
 
@@ -188,6 +189,24 @@ def tally(g: Tensor, slot: int, thresholds: tuple[float | Tensor, ...], tallies:
         ).long()
         tallies.bins[slot] += torch.zeros_like(tallies.bins[slot]).index_add_(0, octave, torch.ones_like(octave))
         tallies.logs[slot] += torch.zeros_like(tallies.logs[slot]).index_add_(0, octave, log2[cell])
+
+
+def moved_and_raised(g: Tensor, d: float | Tensor, dead_zone: float | Tensor) -> tuple[Tensor, Tensor]:
+    """How many coordinates are beyond the dead zone, and how many of these are at or below d; no synchronisation.
+
+    Counts what `tally` calls elements - zero and below, in pieces where the thresholds are numbers: a step that looks
+    at its gradients needs little memory beside them.
+    """
+    g = real_parts(g.detach())
+    thresholds = [t.to(arithmetic(g.dtype)) if isinstance(t, Tensor) else t for t in (d, dead_zone)]
+    plain = g.is_contiguous() and not any(isinstance(t, Tensor) and t.ndim for t in thresholds)
+    moved, raised = torch.zeros(2, dtype=torch.int64, device=g.device).unbind()
+    for piece in g.view(-1).split(LOOK) if plain else [g]:
+        a = piece.to(arithmetic(g.dtype)).abs()
+        beyond = ~(a <= thresholds[1])  # NaN too
+        moved += beyond.sum()
+        raised += (beyond & (a <= thresholds[0])).sum()
+    return moved, raised
 
 
 def _sampled(n: int, line: int, phase: int, device: torch.device) -> Tensor:

@@ -117,7 +117,7 @@ def check_thresholds(u: Number, d: Number, dead_zone: Number = 0.0) -> None:
                     f"Invalid thresholds: {name}={low} exceeds {high_name}={high}; "
                     f"need 0 <= {name} <= {high_name}. {remedy}"
                 )
-        elif not tracing and not _transformed(low) and not _transformed(high):
+        elif not tracing and not is_transformed(low) and not is_transformed(high):
             ordered = threshold_order(low, high)
             if ordered.device.type == "cpu":
                 if not bool(ordered):
@@ -152,7 +152,7 @@ def threshold_order(low: Number, high: Number) -> Tensor:
     return whole(((low_t >= 0) & (low_t <= high)).all())
 
 
-def _transformed(value: Number) -> bool:
+def is_transformed(value: Number) -> bool:
     """Inside vmap or grad: there a tensor's values cannot be asked for."""
     if not isinstance(value, Tensor) or torch.compiler.is_compiling():
         return False

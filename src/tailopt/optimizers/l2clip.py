@@ -51,6 +51,10 @@ class L2Clip(Shell):
     """
 
     optional = {**Shell.optional, "scope": "global"}
+    not_counted = (
+        'Nothing was counted: L2Clip counts skipped steps alone, and no group has nonfinite="skip". Count gradients '
+        "with tailopt.count."
+    )
 
     def __init__(
         self,

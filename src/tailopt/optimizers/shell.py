@@ -22,6 +22,7 @@ from tailopt.clipping.operators import check_shape, check_thresholds, threshold_
 from tailopt.clipping.reference import Number, Step
 from tailopt.clipping.shards import is_dtensor, local_pair
 from tailopt.clipping.update import Batch, Roster
+from tailopt.optimizers.threshold_warning import warn_caller
 
 POLICIES = ("propagate", "skip", "raise")
 STATISTICS = {False: None, "counts": "counts", True: "sampled", "complete": "complete"}
@@ -42,6 +43,9 @@ class Shell(Optimizer):
         "fused": None,
     }
 
+    # What `statistics()` says where nothing was counted.
+    not_counted: ClassVar[str] = ""
+
     def __init__(self, params: Any, defaults: Group, statistics: bool | str = False) -> None:
         if statistics not in STATISTICS:
             raise ValueError(f'Invalid statistics: {statistics!r}; need False, "counts", True or "complete".')
@@ -59,6 +63,7 @@ class Shell(Optimizer):
         self._checked: dict[int, tuple[Any, ...]] = {}  # settings of groups, by id
         self._made: dict[int, list[tuple[list[int] | None, Step]]] = {}  # what was made of them
         self._violations: dict[torch.device, Tensor] = {}
+        self._warned_of_decay = False
         if self.defaults["fused"]:
             # Only where the constructor was asked for fused=True: with the flag a scaler leaves the unscaling to us.
             self._step_supports_amp_scaling = True
@@ -159,6 +164,7 @@ class Shell(Optimizer):
                 if not self._is_checked(group):
                     self._made.pop(id(group), None)
                     self.check(group, group["params"], at_step=True)
+                    self._warn_of_decay(group)
                     settings = self._settings(group)
                     changeable = any(isinstance(value, Tensor) for value in settings)
                     self._checked[id(group)] = () if changeable else settings
@@ -174,6 +180,20 @@ class Shell(Optimizer):
                 _check_capturable(params)
             gathered.append((group, params, grads))
         return gathered
+
+    def _warn_of_decay(self, group: Group) -> None:
+        """Once: a decay that leaves nothing of the weights, or turns them round. A learning rate on a device waits."""
+        lr, weight_decay = group["lr"], group["weight_decay"]
+        if self._warned_of_decay or not weight_decay or (isinstance(lr, Tensor) and not lr.is_cpu):
+            return
+        product = float(lr) * weight_decay
+        if product >= 1:
+            self._warned_of_decay = True
+            warn_caller(
+                f"lr*weight_decay = {product:.4g} is 1 or more: a step multiplies every weight by 1 - lr*weight_decay "
+                f"= {1 - product:.4g}. The decay is decoupled, as in AdamW: lower weight_decay, so that the product is "
+                "what AdamW's was."
+            )
 
     def _is_checked(self, group: Group) -> bool:
         """Whether every setting is the very object that was checked before, and none a tensor, which may change."""
@@ -263,10 +283,14 @@ class Shell(Optimizer):
     def statistics(self, by: str = "tensor") -> dict[str | int, Counts]:
         """What the steps since the last call have counted, by parameter ("tensor") or by "group"; then start anew.
 
-        Keys are parameter names where the optimizer was built from `named_parameters()`, else positions.
+        Keys are parameter names where the optimizer was built from `named_parameters()`, else positions. Without
+        `statistics=` nothing is counted but the steps that `nonfinite="skip"` left out, and where no group has that
+        policy either, this raises a RuntimeError.
         """
         if by not in ("tensor", "group"):
             raise ValueError(f'Invalid by: {by!r}; need "tensor" or "group".')
+        if self._statistics is None and not any(group["nonfinite"] == "skip" for group in self.param_groups):
+            raise RuntimeError(self.not_counted)
         names = self.names()
         counts = self._watch.take(len(names))
         if by == "tensor":

@@ -1,0 +1,217 @@
+"""Thresholds that do nothing: BiClip looks at its gradients in a few steps, and warns once.
+
+A tensor counts as idle where d < u, at least 99.9 % of the coordinates that its gradient moves are at or below d, and
+
+    max(lr, initial_lr, max_lr) * d  <  1e-4 * RMS weight
+
+Then every coordinate moves by lr * d whatever its gradient, and too little for the weights to change. `initial_lr` and
+`max_lr` are what torch's schedulers write into a group: a warm-up from 0 is not idle.
+
+On the CPU the steps 1, 10, 100 and every 1,000th are looked at. On a CUDA device it is steps 1 and 10, and nothing
+waits: the numbers travel to pinned memory behind an event, and a later step reads them when they have arrived. Other
+devices are not looked at. Nothing is sent between ranks: of a sharded tensor every rank sees its own part.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from tailopt.clipping.counts import add, moved_and_raised
+from tailopt.clipping.cpu import Tallies
+from tailopt.clipping.operators import is_transformed, real_parts
+from tailopt.clipping.reference import Coordinates, Number
+from tailopt.clipping.shards import is_dtensor
+from tailopt.clipping.update import Batch
+
+SHARE = 0.999  # of the coordinates that move
+SMALL = 1e-4  # of the RMS weight
+ON_DEVICE = (1, 10)  # steps that are looked at where the numbers have to travel
+WARMED_UP = ("initial_lr", "max_lr")  # where schedulers keep the learning rate that they warm up to
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def warn_caller(text: str) -> None:
+    """A UserWarning at the line outside torch and this library that called the step."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "tailopt"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, UserWarning, stacklevel=level)
+
+
+class Reading(NamedTuple):
+    """What was seen of one tensor."""
+
+    moved: float  # coordinates beyond the dead zone
+    raised: float  # those of them at or below d
+    weight: float  # RMS
+    reach: float  # lr * d, with the learning rate after a warm-up
+    apart: float  # 1 where d < u everywhere
+
+    @property
+    def idle(self) -> bool:
+        """Whether the thresholds do nothing for this tensor; a weight of RMS 0 has no scale to compare with."""
+        lifted = self.moved > 0 and self.raised >= SHARE * self.moved
+        return bool(self.apart) and lifted and 0 < self.reach < SMALL * self.weight < math.inf
+
+
+class Queued(NamedTuple):
+    """Readings on their way from a device."""
+
+    step: int
+    names: list[str | int]
+    arrived: Any  # the event after the copy
+    rows: Tensor  # in pinned memory
+
+
+class ThresholdCheck:
+    """An optimizer's step counter, and the readings of the steps that it looks at. Not a part of its state."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._next = 1
+        self._queued: list[Queued] = []
+
+    def due(self) -> bool:
+        """Count a step, and say whether `look` has something to do in it."""
+        self._steps += 1
+        return self._steps == self._next or bool(self._queued)
+
+    @_disable_dynamo  # a step that could not be traced as a whole runs as it is, with its parts traced
+    def look(self, batches: Sequence[tuple[dict[str, Any], Batch]], names: Mapping[int, str | int]) -> None:
+        """Look at what is about to be stepped on, if it is time, and at what has arrived; warn at most once.
+
+        names: of parameters, by id.
+        """
+        step = self._steps
+        if step == self._next:
+            self._next = step * 10 if step < 1000 else step + 1000
+        else:
+            batches = ()
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return  # neither a new kernel nor a question to an event may get into a graph
+        found = self._arrived()
+        waiting: dict[torch.device, list[tuple[str | int, Tensor]]] = {}
+        for group, batch in batches:
+            clip, rate = batch.step.clip, _learning_rate(group)
+            assert isinstance(clip, Coordinates)
+            for p, g in zip(batch.params, batch.grads, strict=True):
+                parts = _visible(p, g, clip, rate)
+                if parts is None:
+                    continue
+                if parts[0].is_cpu:
+                    found.append((step, names[id(p)], _reading(*parts, clip, rate)))
+                elif step in ON_DEVICE:
+                    waiting.setdefault(parts[0].device, []).append((names[id(p)], _row(*parts, clip, rate)))
+        for device, rows in waiting.items():
+            self._queue(device, rows)
+        idle = [seen for seen in found if seen[2].idle]
+        if idle:
+            self._next, self._queued = 0, []  # once: where warnings are errors, the next step is not refused again
+            warn_caller(_sentence(idle))
+
+    def _queue(self, device: torch.device, rows: list[tuple[str | int, Tensor]]) -> None:
+        with torch.cuda.device(device):
+            found = torch.stack([row for _, row in rows])
+            host = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True)
+            host.copy_(found, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._queued.append(Queued(self._steps, [name for name, _ in rows], arrived, host))
+
+    def _arrived(self) -> list[tuple[int, str | int, Reading]]:
+        found = []
+        for queued in [q for q in self._queued if q.arrived.query()]:
+            self._queued = [q for q in self._queued if q is not queued]
+            rows = zip(queued.names, queued.rows.tolist(), strict=True)
+            found += [(queued.step, name, Reading(*row)) for name, row in rows]
+        return found
+
+
+def _sentence(idle: Sequence[tuple[int, str | int, Reading]]) -> str:
+    step, name, first = idle[0]
+    others = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
+    share = first.raised / first.moved
+    return (
+        f"BiClip's thresholds do nothing for tensor {name!r}{others}: in step {step}, {share:.1%} of its nonzero "
+        f"gradient coordinates are at or below d and are raised to it, and the step lr*d = {first.reach:.3g} is less "
+        f"than {SMALL:g} of the RMS weight {first.weight:.3g}. Raise lr, or lower u and d to the scale of your "
+        "gradients, which opt.statistics() shows with statistics=True."
+    )
+
+
+def _visible(p: Tensor, g: Tensor, clip: Coordinates, rate: Number) -> tuple[Tensor, Tensor] | None:
+    """This rank's part of both where it can be looked at; None where that would fail, wait or be sent."""
+    wide = any(isinstance(t, Tensor) and t.ndim for t in clip)
+    if is_dtensor(p):
+        if not is_dtensor(g) or g.placements != p.placements or wide:
+            return None
+        p, g = p.to_local(), g.to_local()
+    if type(p) not in PLAIN or type(g) not in PLAIN or is_transformed(p) or is_transformed(g):
+        return None
+    if p.device.type not in ("cpu", "cuda") or g.device != p.device or (wide and (g.is_sparse or g.is_complex())):
+        return None
+    if g.layout not in (torch.strided, torch.sparse_coo) or not p.numel():
+        return None
+    if any(isinstance(t, Tensor) and t.device != p.device and not t.is_cpu for t in (rate, *clip)):
+        return None  # a number on another device would have to be waited for
+    return p.detach(), g.detach()
+
+
+def _reading(p: Tensor, g: Tensor, clip: Coordinates, rate: Number) -> Reading:
+    """On the CPU, by the kernels that count."""
+    if any(isinstance(t, Tensor) and t.numel() != 1 for t in clip):
+        return Reading(*_row(p, g, clip, rate).tolist())
+    u, d, dead = (float(t) for t in clip)
+    tallies = Tallies.empty(1, device=g.device)
+    add([g], [0], (u, d, dead), tallies)
+    elements, zero, raised = tallies.integers[0, :3].tolist()
+    return Reading(elements - zero, raised, float(_rms(p)), float(rate) * d, d < u)
+
+
+def _row(p: Tensor, g: Tensor, clip: Coordinates, rate: Number) -> Tensor:
+    """The same five numbers as a tensor on p's device, without waiting for it."""
+
+    def there(value: Number | bool) -> Tensor:
+        if isinstance(value, Tensor) and value.device == p.device:
+            return value.double()
+        return torch.full((), float(value), dtype=torch.float64, device=p.device)
+
+    u, d = there(clip.u), there(clip.d)
+    moved, raised = moved_and_raised(g, clip.d, clip.dead_zone)
+    return torch.stack(
+        [moved.double(), raised.double(), _rms(p).double(), (there(rate) * d).amax(), (d < u).all().double()]
+    )
+
+
+def _rms(p: Tensor) -> Tensor:
+    parts = real_parts(p)
+    kind = torch.float64 if parts.dtype == torch.float64 else torch.float32
+    norm: Tensor = torch.linalg.vector_norm(parts, dtype=kind)
+    return norm / math.sqrt(parts.numel())
+
+
+def _learning_rate(group: dict[str, Any]) -> Number:
+    """The group's learning rate, or the one that a scheduler warms up to where that is larger."""
+    rates: list[Number] = [group["lr"]]
+    for key in WARMED_UP:
+        value = group.get(key)
+        if isinstance(value, Tensor) and value.numel() == 1 or isinstance(value, int | float):
+            rates.append(value)
+    return _largest(rates)
+
+
+def _largest(rates: Iterable[Number]) -> Number:
+    tensors = [rate.reshape(()) for rate in rates if isinstance(rate, Tensor)]
+    numbers = [float(rate) for rate in rates if not isinstance(rate, Tensor)]
+    if not tensors:
+        return max(numbers)
+    top = torch.stack([t.to(tensors[0]) for t in tensors]).amax()
+    return top.clamp(min=max(numbers)) if numbers else top
