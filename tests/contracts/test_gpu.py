@@ -172,10 +172,17 @@ def idle_on(device: str = "cuda") -> tuple[Tensor, tailopt.BiClip]:
 
 def test_idle_thresholds_are_warned_of_at_a_later_step_without_waiting() -> None:
     p, opt = idle_on()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            opt.step()  # the first use of a kernel loads it, which waits
+    p, opt = idle_on()
+    torch.cuda.synchronize()
     torch.cuda._sleep(int(5e9))  # seconds: the counts cannot have arrived in the next steps
     with nothing_waits():
         for _ in range(5):
             opt.step()
+    assert opt._threshold_check._queued
     torch.cuda.synchronize()
     with pytest.warns(UserWarning, match="in step 1, 100.0% .* RMS weight 1\\."), nothing_waits():
         opt.step()

@@ -178,17 +178,23 @@ def _reading(p: Tensor, g: Tensor, clip: Coordinates, rate: Number) -> Reading:
 
 def _row(p: Tensor, g: Tensor, clip: Coordinates, rate: Number) -> Tensor:
     """The same five numbers as a tensor on p's device, without waiting for it."""
+    counted = torch.stack(moved_and_raised(g, clip.d, clip.dead_zone)).double()
+    return torch.cat([counted, _rms(p).double().reshape(1), _reach_and_apart(p.device, clip, rate)])
 
-    def there(value: Number | bool) -> Tensor:
-        if isinstance(value, Tensor) and value.device == p.device:
+
+def _reach_and_apart(device: torch.device, clip: Coordinates, rate: Number) -> Tensor:
+    if not any(isinstance(t, Tensor) for t in (rate, clip.u, clip.d)):
+        numbers = torch.full((2,), float(rate) * float(clip.d), dtype=torch.float64, device=device)
+        numbers[1].fill_(clip.d < clip.u)
+        return numbers
+
+    def there(value: Number) -> Tensor:
+        if isinstance(value, Tensor) and value.device == device:
             return value.double()
-        return torch.full((), float(value), dtype=torch.float64, device=p.device)
+        return torch.full((), float(value), dtype=torch.float64, device=device)
 
     u, d = there(clip.u), there(clip.d)
-    moved, raised = moved_and_raised(g, clip.d, clip.dead_zone)
-    return torch.stack(
-        [moved.double(), raised.double(), _rms(p).double(), (there(rate) * d).amax(), (d < u).all().double()]
-    )
+    return torch.stack([(there(rate) * d).amax(), (d < u).all().double()])
 
 
 def _rms(p: Tensor) -> Tensor:
