@@ -267,16 +267,23 @@ def _check_values(numbers: Mapping[str, Any], level: str) -> None:
         if word in ("lr", "eps", "weight_decay") and not isinstance(value, Tensor | Mapping):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ValueError(f"Invalid {name}: {value!r}; need 0 <= {name} < inf.")
-        elif word == "momentum" and not 0 <= value < 1:
+        elif word == "momentum" and not _is_share(value):
             raise ValueError(f"Invalid {name}: {value!r}; need 0 <= {name} < 1.")
-        elif word == "betas" and not (len(value) == 2 and all(0 <= beta < 1 for beta in value)):
+        elif word == "betas" and not (
+            isinstance(value, Sequence) and len(value) == 2 and all(_is_share(beta) for beta in value)
+        ):
             raise ValueError(f"Invalid {name}: {value!r}; need two numbers in [0, 1).")
         elif word == "scope" and value not in SCOPES:
             raise ValueError(f"Invalid scope: {value!r}; need one of {', '.join(SCOPES)}.")
-    u, d, zone = (numbers.get(word) for word in ("u", "d", "dead_zone"))
-    if u is not None:
-        zone = 0.0 if zone in (None, "auto") else zone
-        check_settings(u, 0.0 if d is None else d, zone, level)
+    if "u" in numbers:
+        zone = numbers.get("dead_zone", 0.0)
+        zone = 0.0 if isinstance(zone, str) and zone == "auto" else zone
+        check_settings(numbers["u"], numbers.get("d", 0.0), zone, level)
+
+
+def _is_share(value: Any) -> bool:
+    """Whether this is a number in [0, 1), a tensor with one element included."""
+    return not isinstance(value, bool | str) and hasattr(value, "__float__") and 0 <= float(value) < 1
 
 
 def check_settings(u: Any, d: Any, dead_zone: Any, level: str) -> None:

@@ -283,8 +283,12 @@ BAD: dict[str, dict[str, Any]] = {
     "dead_zone=2.0 exceeds u=1.0": {"u": 1.0, "d": 0.0, "dead_zone": 2.0},
     "need 0 <= d <= u everywhere": {"u": torch.tensor([1.0, 0.1]), "d": 0.5},
     "u of shape (3,) does not broadcast against a tensor of shape (2,)": {"u": torch.ones(3), "d": 0.5},
-    "Invalid dead_zone: got 'auto'; need a number or a tensor.": {"u": 1.0, "d": 0.0, "dead_zone": "auto"},
-    "Invalid u: got None; need a number or a tensor.": {"u": None, "d": 0.0},
+    "dead_zone='auto'; need a number or a tensor with 0 <= dead_zone <= u.": {"u": 1.0, "d": 0.0, "dead_zone": "auto"},
+    "u=None; need a number or a tensor with 0 <= u <= inf.": {"u": None, "d": 0.0},
+    "u=True; need a number or a tensor": {"u": True, "d": 0.0},
+    "u='1'; need a number or a tensor": {"u": "1", "d": 0.0},
+    "d=[0.1, 0.2]; need a number or a tensor with 0 <= d <= u.": {"u": 1.0, "d": [0.1, 0.2]},
+    'u="auto" is not available yet; need a number or a tensor.': {"u": "auto", "d": 0.0},
 }
 
 

@@ -8,13 +8,15 @@ does not take; it counts the same things from the same elements.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 
-from tailopt.clipping.cpu import DTYPES, Tallies, loaded
+from tailopt.clipping.cpu import DTYPES, Tallies, addresses, loaded, sizes
+from tailopt.clipping.memory import check_memory
 from tailopt.clipping.operators import arithmetic, check_thresholds, real_parts
 from tailopt.clipping.shards import is_dtensor
 
@@ -145,14 +147,19 @@ def add(
     taken = [i for i, g in enumerate(grads) if kernel and g.device.type == "cpu" and g.dtype in DTYPES and is_flat(g)]
     if kernel and taken:
         row = (0.0, 1.0, 0.0, *thresholds, 1.0, 1.0, 1.0)
-        kernel.run(
+        mine = [grads[i] for i in taken]
+        where = addresses(mine)
+        check_memory(mine, where)
+        kernel.run_at(
             "count",
             None,
-            [grads[i] for i in taken],
+            where,
+            sizes(mine),
+            array("i", [DTYPES[g.dtype] for g in mine]),
             [0] * len(taken),
             row,
-            tallies=tallies,
-            slots=[slots[i] for i in taken],
+            tallies,
+            [slots[i] for i in taken],
         )
     for i in set(range(len(grads))).difference(taken):
         tally(grads[i], slots[i], thresholds, tallies)

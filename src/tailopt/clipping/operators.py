@@ -105,6 +105,8 @@ def real_parts(x: Tensor) -> Tensor:
 def check_thresholds(u: Number, d: Number, dead_zone: Number = 0.0) -> None:
     """0 <= d <= u <= inf and 0 <= dead_zone <= u, or a ValueError that says which value and what to do."""
     tracing = torch.compiler.is_compiling()
+    for name, value in (("u", u), ("d", d), ("dead_zone", dead_zone)):
+        check_kind(name, value)
     for name, low, high_name, high in (("d", d, "u", u), ("dead_zone", dead_zone, "u", u)):
         if not isinstance(low, Tensor) and not isinstance(high, Tensor):
             if not high >= 0:
@@ -127,6 +129,18 @@ def check_thresholds(u: Number, d: Number, dead_zone: Number = 0.0) -> None:
                     )
             else:
                 torch._assert_async(ordered, f"Invalid thresholds: need 0 <= {name} <= {high_name} everywhere.")
+
+
+def check_kind(name: str, threshold: object) -> None:
+    """A number of any library or a tensor, or a ValueError."""
+    if isinstance(threshold, str) and threshold == "auto" and name != "dead_zone":
+        raise ValueError(
+            f'Invalid thresholds: {name}="auto" is not available yet; need a number or a tensor. '
+            "tailopt.count shows the scale of your gradients."
+        )
+    if isinstance(threshold, bool) or not hasattr(threshold, "__float__"):
+        limits = "0 <= u <= inf" if name == "u" else f"0 <= {name} <= u"
+        raise ValueError(f"Invalid thresholds: {name}={threshold!r}; need a number or a tensor with {limits}.")
 
 
 def check_shape(name: str, threshold: Number, x: Tensor) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from tailopt.clipping import reference
 from tailopt.clipping.counts import Watch, is_flat, tally
 from tailopt.clipping.cpu import DTYPES, addresses, loaded, sizes, why_missing
+from tailopt.clipping.memory import check_memory
 from tailopt.clipping.operators import arithmetic, real_parts
 from tailopt.clipping.reference import Coordinates, Number, Rescaled, Step
 from tailopt.clipping.shards import is_dtensor, local_pair, local_part
@@ -102,6 +103,7 @@ def update(
                 _run_c(batches, roster, watch, slots)
                 return
             _say_missing_once()
+    _check_tensors(batches)
     chosen: dict[str, list[Batch]] = {}
     for batch in batches:
         for i, (p, g) in enumerate(zip(batch.params, batch.grads, strict=True)):
@@ -119,6 +121,24 @@ def update(
                 same[-1].grads.append(g_piece)
     for name, parts in chosen.items():
         KERNELS[name].run(parts)
+
+
+def _check_tensors(batches: Sequence[Batch]) -> None:
+    """Refuse what no kernel can step on, before any of them does: integers, as in torch's SGD, and freed memory."""
+    for batch in batches:
+        for p in batch.params:
+            check_type(p)
+        if not torch.compiler.is_compiling():
+            check_memory([*batch.params, *batch.grads])
+
+
+def check_type(p: Tensor) -> None:
+    """Refuse a parameter of integers or booleans."""
+    if not (p.is_floating_point() or p.is_complex()):
+        raise RuntimeError(
+            f"Cannot step on a parameter of {p.dtype} and shape {tuple(p.shape)}: a step is a fraction, and needs a "
+            "floating or complex type. Leave it without a gradient, or out of the optimizer."
+        )
 
 
 def _at_the_border(p: Tensor, g: Tensor, step: Step) -> tuple[Tensor, Tensor, Step]:
@@ -173,6 +193,7 @@ class Roster:
         self._lengths: list[int] = []  # how many parameters take each of them
         self._rows, self._which = array("d"), array("i")
         self.where, self.sizes, self.codes = array("Q"), array("q"), array("i")  # addresses, elements, types
+        self._grads_at = array("Q")
         self.arithmetics: list[torch.dtype] = []  # of every parameter
         self.distinct = True  # no parameter is there twice
 
@@ -202,8 +223,17 @@ class Roster:
         """Addresses: they may change while everything else stays."""
         where = addresses(params)
         if where != self.where:
+            check_memory(params)
             filled = [address for address in where if address]  # empty tensors have none
             self.where, self.distinct = where, len(set(filled)) == len(filled)
+
+    def locate_gradients(self, grads: list[Tensor]) -> array[int]:
+        """Addresses of gradients that have memory."""
+        where = addresses(grads)
+        if where != self._grads_at:
+            check_memory(grads, where)
+            self._grads_at = where
+        return where
 
     def knows(self, batches: Sequence[Batch]) -> bool:
         """Whether as many parameters take the very steps of last time."""
@@ -308,13 +338,14 @@ def _run_c(batches: Sequence[Batch], roster: Roster | None = None, watch: Watch 
         roster.learn(params)
         roster.locate(params)
     rows, which_row = roster.rows(batches)
+    grads_at = roster.locate_gradients(grads)
     # The write goes past autograd: without this a tensor saved for backward would be used stale, and nobody told.
     # Before the pass, which sweeps what was just looked at out of the caches.
     torch.autograd.graph.increment_version(params)
     kernel.run_at(
         "rescale" if batches and isinstance(batches[0].step.clip, Rescaled) else "biclip",
         roster.where,
-        addresses(grads),
+        grads_at,
         roster.sizes,
         roster.codes,
         which_row,

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 
-from tailopt.clipping.operators import biclip, check_shape, check_thresholds
+from tailopt.clipping.operators import biclip, check_kind, check_shape, check_thresholds
 from tailopt.clipping.reference import Coordinates, Number, Step
 from tailopt.clipping.shards import summed
-from tailopt.clipping.update import Batch, update
+from tailopt.clipping.update import Batch, check_type, update
 from tailopt.optimizers.shell import Group
 
 SETTINGS = ("u", "d", "dead_zone")
@@ -150,6 +150,8 @@ class Clipped(Optimizer):
         for group in self.param_groups:
             # A group lacks them where the wrapped optimizer itself was given a checkpoint without.
             group.update(_checked({**self.defaults, **group}, group["params"], at_step=True))
+        for p in self._gather()[0]:
+            check_type(p)
         clipped: list[Tensor] = []
         batches = []
         for group in self.param_groups:
@@ -245,11 +247,8 @@ def _checked(settings: Mapping[str, Any], params: Sequence[Tensor] = (), at_step
 
 def _number(name: str, value: Any) -> Number:
     """A tensor as it is, a number of any library as a float: torch.load(weights_only=True) refuses numpy's."""
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, str) or not hasattr(value, "__float__"):
-        raise ValueError(f"Invalid {name}: got {value!r}; need a number or a tensor.")
-    return float(value)
+    check_kind(name, value)
+    return value if isinstance(value, Tensor) else float(value)
 
 
 def _scalar(value: Number) -> Number:

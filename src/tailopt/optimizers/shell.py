@@ -18,7 +18,7 @@ from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from tailopt.clipping.counts import Counts, Watch
 from tailopt.clipping.cpu import DTYPES
 from tailopt.clipping.norms import nonfinite
-from tailopt.clipping.operators import check_shape, check_thresholds, threshold_order
+from tailopt.clipping.operators import check_kind, check_shape, check_thresholds, threshold_order
 from tailopt.clipping.reference import Number, Step
 from tailopt.clipping.shards import is_dtensor, local_pair
 from tailopt.clipping.update import Batch, Roster
@@ -74,17 +74,19 @@ class Shell(Optimizer):
         if isinstance(lr, Tensor):
             if lr.numel() != 1:
                 raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}")
-        elif not 0.0 <= lr < float("inf"):
-            raise ValueError(f"Invalid learning rate: {lr}; need 0 <= lr < inf.")
-        if not 0.0 <= weight_decay < float("inf"):
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}; need 0 <= weight_decay < inf.")
+        elif not _is_number(lr) or not 0.0 <= lr < float("inf"):
+            raise ValueError(f"Invalid learning rate: {lr!r}; need 0 <= lr < inf.")
+        if not _is_number(weight_decay) or not 0.0 <= weight_decay < float("inf"):
+            raise ValueError(f"Invalid weight_decay value: {weight_decay!r}; need 0 <= weight_decay < inf.")
         if group["nonfinite"] not in POLICIES:
             raise ValueError(f"Invalid nonfinite policy: {group['nonfinite']!r}; need one of {', '.join(POLICIES)}.")
         if group["fused"] and group["foreach"]:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
         if group["fused"] and group["differentiable"]:
             raise RuntimeError("`fused` does not support `differentiable`")
+        check_kind("u", group["u"])
         for name, low in self.lower_thresholds(group):
+            check_kind(name, low)
             self._check_order(name, low, group["u"], at_step)
         for name in ("u", "d"):
             if isinstance(group[name], Tensor) and group[name].numel() > 1:
@@ -331,6 +333,10 @@ def _way(group: Group, params: Sequence[Tensor]) -> str:
         devices = _get_foreach_kernels_supported_devices()
         return "foreach" if params and all(p.device.type in devices for p in params) else "single"
     return "multi"
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and hasattr(value, "__float__")
 
 
 def _plain(value: Any) -> Any:

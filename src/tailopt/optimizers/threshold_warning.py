@@ -26,6 +26,7 @@ from torch._compile import _disable_dynamo
 
 from tailopt.clipping.counts import add, moved_and_raised
 from tailopt.clipping.cpu import Tallies
+from tailopt.clipping.memory import is_freed
 from tailopt.clipping.operators import is_transformed, real_parts
 from tailopt.clipping.reference import Coordinates, Number
 from tailopt.clipping.shards import is_dtensor
@@ -158,7 +159,7 @@ def _visible(p: Tensor, g: Tensor, clip: Coordinates, rate: Number) -> tuple[Ten
         return None
     if p.device.type not in ("cpu", "cuda") or g.device != p.device or (wide and (g.is_sparse or g.is_complex())):
         return None
-    if g.layout not in (torch.strided, torch.sparse_coo) or not p.numel():
+    if g.layout not in (torch.strided, torch.sparse_coo) or not p.numel() or is_freed(p) or is_freed(g):
         return None
     if any(isinstance(t, Tensor) and t.device != p.device and not t.is_cpu for t in (rate, *clip)):
         return None  # a number on another device would have to be waited for
