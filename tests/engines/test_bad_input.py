@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import IterableDataset, TensorDataset
 
 import tailopt
@@ -80,11 +81,25 @@ class Endless(IterableDataset[Any]):
         ({"weights": [1.0, 1.0, float("nan")]}, "Invalid weights: nan for node 2"),
         ({"weights": [float("inf"), 1.0, 1.0]}, "Invalid weights: inf for node 0"),
         ({"weights": [0.0, 0, 0.0]}, "all of them are 0"),
+        ({"weights": [1e308, 1e308, 0.0]}, r"Invalid weights: their sum overflows, the largest is 1e\+308; .* ratios"),
+        ({"weights": [1.0, "2", 1.0]}, "Invalid weights: '2' for node 1; need 0 <= weight < inf"),
+        ({"weights": [1.0, 1.0, None]}, "Invalid weights: None for node 2"),
+        ({"weights": [True, 1.0, 1.0]}, "Invalid weights: True for node 0"),
         ({"weights": "size"}, "Invalid weights: 'size'"),
         ({"weights": "samples"}, "needs data whose sizes are known"),
         ({"rounds": 0}, "Invalid rounds: 0; need a whole number, 1 or more"),
         ({"rounds": 2.0}, "Invalid rounds: 2.0"),
         ({"rounds": True}, "Invalid rounds: True"),
+        ({"rounds": None}, "Invalid rounds: None"),
+        ({"seed": "x"}, "Invalid seed: 'x'; need a whole number"),
+        ({"seed": 1.5}, "Invalid seed: 1.5; need a whole number"),
+        ({"seed": None}, "Invalid seed: None"),
+        ({"seed": True}, "Invalid seed: True"),
+        ({"guard": "x"}, "Invalid guard: 'x'; need True or False"),
+        ({"guard": None}, "Invalid guard: None"),
+        ({"average": "x"}, "Invalid average: 'x'; need True or False"),
+        ({"statistics": "complete"}, "Invalid statistics: 'complete'; need True or False"),
+        ({"progress": "yes"}, "Invalid progress: 'yes'"),
         ({"local_steps": 0}, "Invalid local_steps: 0"),
         ({"local_steps": -1}, "Invalid local_steps: -1"),
         ({"local_steps": None}, "Give local_steps or local_epochs"),
@@ -107,6 +122,7 @@ class Endless(IterableDataset[Any]):
         ({"sampling": "stratified"}, "Invalid sampling: 'stratified'; need one of 'uniform', 'proportional'"),
         ({"projection": -1}, "Invalid projection: -1; need a radius above 0"),
         ({"projection": 0.0}, "Invalid projection: 0.0"),
+        ({"projection": "1"}, "Invalid projection: '1'"),
         ({"projection": float("inf")}, "Invalid projection: inf"),
         (
             {"schedules": {"irl": tailopt.schedules.power(-1)}},
@@ -140,13 +156,30 @@ def test_what_cannot_be_used_is_refused_and_nothing_is_left(given: dict[str, Any
         ({"data": TensorDataset(torch.ones(3, 2)), "batch_size": 2}, "need a sequence of datasets"),
         ({"data": [3, 4], "batch_size": 2}, "node 0 has a int"),
         ({"batches": [1, 2], "nodes": 2}, "Invalid batches: list"),
+        ({"loss": 3}, r"Invalid loss: 3; need a function \(model, batch\)"),
+        ({"evaluate": 3}, "Invalid evaluate: 3; need a function of the model that returns a mapping"),
+        ({"loggers": print}, r"Invalid loggers: <built-in function print>; .* such as loggers=\[print\]"),
+        ({"loggers": [print, "log.txt"]}, "Invalid loggers: 'log.txt' is no function"),
         ({"schedules": {"ilr": 0.1}}, "A constant belongs to the algorithm's settings"),
         ({"algorithm": "avg-sgd"}, "make one with tailopt.algorithm"),
     ],
 )
-def test_things_of_the_wrong_kind(given: dict[str, Any], said: str) -> None:
+def test_things_of_the_wrong_kind(given: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=said):
-        simulate(**given)
+        simulate(run=tmp_path / "run", **given)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("returned", "kind"), [(0.5, "float"), (None, "NoneType"), ([1.0], "list")])
+def test_an_evaluation_that_is_no_mapping(returned: Any, kind: str) -> None:
+    with pytest.raises(TypeError, match=f"Invalid evaluate: it returned {kind}; need a mapping from names to numbers"):
+        simulate(evaluate=lambda model: returned)
+
+
+def test_a_seed_of_another_library_is_a_seed() -> None:
+    import numpy
+
+    assert simulate(seed=numpy.int64(3)).history == simulate(seed=3).history
 
 
 def test_a_scheduled_threshold_that_crosses_the_other_stops_before_its_round(tmp_path: Path) -> None:
@@ -418,3 +451,37 @@ def test_global_generators_are_left_alone(fails: bool) -> None:
         simulate(model, batches=drawing, nodes=NODES)
     found = torch.rand(3), random.random(), numpy.random.rand(3)
     assert torch.equal(found[0], expected[0]) and found[1] == expected[1] and (found[2] == expected[2]).all()
+
+
+# Real nodes: a group of one process, so that what is accepted really runs
+
+
+@pytest.fixture
+def alone() -> Any:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"seed": "x"}, ValueError, "Invalid seed: 'x'; need a whole number"),
+        ({"guard": "x"}, ValueError, "Invalid guard: 'x'; need True or False"),
+        ({"average": "x"}, ValueError, "Invalid average: 'x'; need True or False"),
+        ({"weight": "2"}, ValueError, "Invalid weights: '2' for node 0; need 0 <= weight < inf"),
+        ({"weight": float("nan")}, ValueError, "Invalid weights: nan for node 0"),
+        ({"rounds": 0}, ValueError, "Invalid rounds: 0; need a whole number, 1 or more"),
+        ({"local_steps": None}, ValueError, "Invalid local_steps: None"),
+        ({"projection": "1"}, ValueError, "Invalid projection: '1'"),
+        ({"loggers": print}, TypeError, r"Invalid loggers: .*such as loggers=\[print\]"),
+        ({"loggers": ["log.txt"]}, TypeError, "Invalid loggers: 'log.txt' is no function"),
+        ({"extra": 3}, TypeError, "Invalid extra: 3; need a function of no arguments"),
+    ],
+)
+def test_real_nodes_refuse_the_same(alone: None, given: dict[str, Any], error: type[Exception], said: str) -> None:
+    model = net()
+    before = state_of(model)
+    with pytest.raises(error, match=said):
+        tailopt.NestedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **{"local_steps": 2} | given)
+    assert state_of(model) == before

@@ -28,6 +28,14 @@ from torch.optim import Optimizer
 from tailopt.algorithms import Algorithm
 from tailopt.clipping.shards import by_ranks, is_dtensor, local_part, over_shards
 from tailopt.engines import passes
+from tailopt.engines.arguments import (
+    check_counts,
+    check_flags,
+    check_function,
+    check_projection,
+    checked_loggers,
+    checked_seed,
+)
 from tailopt.engines.exchange import Exchange, OtherParameters, Statement, Terms, Wire
 from tailopt.engines.header import PROTOCOL, word_of
 from tailopt.engines.keeping import (
@@ -52,7 +60,7 @@ from tailopt.rounds import robust
 from tailopt.rounds.blocks import root, squares
 from tailopt.rounds.drops import DROPPED, ON_DROP
 from tailopt.rounds.guard import Bound, bound
-from tailopt.rounds.participants import Chooser, Participants, Sampling, checked_weights, how_many
+from tailopt.rounds.participants import Chooser, Participants, Sampling, check_weight, checked_weights, how_many
 from tailopt.rounds.round import EveryoneExcluded, Own, Report
 from tailopt.rounds.settings import Settings
 from tailopt.rules.adagrad import ADAGRAD
@@ -336,16 +344,19 @@ class NestedOptimizer(Optimizer):
         settings: Settings | None = None,
         algorithm: Algorithm | None = None,
     ) -> None:
-        if isinstance(local_steps, bool) or not isinstance(local_steps, int) or local_steps < 1:
-            raise ValueError(f"Invalid local_steps: {local_steps!r}; need a whole number, 1 or more.")
+        check_counts(local_steps=local_steps, checkpoint_every=checkpoint_every, keep=keep)
+        if rounds is not None:
+            check_counts(rounds=rounds)
         if inner_state not in ("keep", "reset"):
             raise ValueError(f'Invalid inner_state: {inner_state!r}; need "keep" or "reset".')
         if on_drop not in ON_DROP:
             raise ValueError(f'Invalid on_drop: {on_drop!r}; need "sync" or "keep".')
         robust.chosen(aggregate, sampling=sampling)
-        for word, value in (("checkpoint_every", checkpoint_every), ("keep", keep)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"Invalid {word}: {value!r}; need a whole number, 1 or more.")
+        check_flags(guard=guard, average=average, exact=exact, resume=resume)
+        check_projection(projection)
+        check_function("extra", extra, "a function of no arguments that returns a mapping, or None")
+        check_weight(weight, dist.get_rank() if dist.is_initialized() else 0)
+        loggers, seed = checked_loggers(loggers), checked_seed(seed)
         if resume and run is None:
             raise ValueError("Invalid resume: there is no run folder to go on from. Give it as `run`.")
         if not dist.is_initialized():

@@ -227,6 +227,11 @@ class Sequential:
         seed_torch(derive(self._seed, "evaluate", state.round), self.device)
         with torch.no_grad():
             found = function(self.model)
+        if not isinstance(found, Mapping):
+            raise TypeError(
+                f"Invalid evaluate: it returned {type(found).__name__}; need a mapping from names to numbers, such as "
+                '{"accuracy": 0.9}.'
+            )
         for module, training in self._modes:
             module.training = training
         return {str(key): value.item() if isinstance(value, Tensor) else value for key, value in dict(found).items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 import random
 import sys
@@ -16,6 +15,14 @@ from typing import Any
 import torch
 
 from tailopt.algorithms import Algorithm
+from tailopt.engines.arguments import (
+    check_counts,
+    check_flags,
+    check_function,
+    check_projection,
+    checked_loggers,
+    checked_seed,
+)
 from tailopt.engines.loop import Evaluate, Loop, restore
 from tailopt.engines.sequential import PRECISIONS, Sequential, trainable
 from tailopt.engines.sources import BatchFunction, FromData, FromFunction, LossFunction, Source
@@ -140,7 +147,16 @@ def simulate(
         True
     """
     _check_choices(on_drop, engine, precision, sampling)
-    _check_counts(rounds, local_steps, local_epochs, evaluate_every, checkpoint_every, keep, projection)
+    if (local_steps is None) == (local_epochs is None):
+        raise ValueError("Give local_steps or local_epochs, one of the two: what a node does in a round.")
+    check_counts(rounds=rounds, evaluate_every=evaluate_every, checkpoint_every=checkpoint_every, keep=keep)
+    check_counts(local_steps=local_steps) if local_epochs is None else check_counts(local_epochs=local_epochs)
+    check_flags(average=average, guard=guard, statistics=statistics, resume=resume, progress=progress, inplace=inplace)
+    check_projection(projection)
+    check_function("loss", loss, "a function (model, batch) that returns a scalar tensor")
+    check_function("evaluate", evaluate, "a function of the model that returns a mapping of numbers, or None")
+    told = checked_loggers(loggers)
+    seed = checked_seed(seed)
     _check_model(model, algorithm)
     source = _source(data, batches, nodes, local_steps, local_epochs, batch_size, seed)
     used = _weights(weights, source)
@@ -208,7 +224,7 @@ def simulate(
         None,
         checkpoint_every,
         keep,
-        tuple(loggers),
+        told,
         progress,
         algorithm.name,
         aggregate=combined,
@@ -285,32 +301,6 @@ def _check_choices(on_drop: str, engine: str, precision: str | None, sampling: s
     for name, value, allowed in choices:
         if value not in allowed:
             raise ValueError(f"Invalid {name}: {value!r}; need one of {', '.join(map(repr, allowed))}.")
-
-
-def _check_counts(
-    rounds: int,
-    local_steps: int | None,
-    local_epochs: int | None,
-    evaluate_every: int,
-    checkpoint_every: int,
-    keep: int,
-    projection: float | None,
-) -> None:
-    if (local_steps is None) == (local_epochs is None):
-        raise ValueError("Give local_steps or local_epochs, one of the two: what a node does in a round.")
-    counts = {
-        "rounds": rounds,
-        "local_steps": local_steps,
-        "local_epochs": local_epochs,
-        "evaluate_every": evaluate_every,
-        "checkpoint_every": checkpoint_every,
-        "keep": keep,
-    }
-    for name, value in counts.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"Invalid {name}: {value!r}; need a whole number, 1 or more.")
-    if projection is not None and not 0 < projection < math.inf:
-        raise ValueError(f"Invalid projection: {projection!r}; need a radius above 0, or None.")
 
 
 def _check_model(model: torch.nn.Module, algorithm: Algorithm) -> None:

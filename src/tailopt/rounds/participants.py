@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import SupportsFloat
 
 import torch
 
@@ -102,15 +103,25 @@ def how_many(nodes: int, participation: float | Chooser, participants: int | Non
 
 def checked_weights(weights: Sequence[float], nodes: int) -> tuple[float, ...]:
     """Weights that can be used, as floats."""
+    for i, w in enumerate(weights):
+        check_weight(w, i)
     values = tuple(float(w) for w in weights)
     if len(values) != nodes:
         raise ValueError(f"Invalid weights: {len(values)} of them for {nodes} nodes; need one for each.")
-    for i, w in enumerate(values):
-        if not 0 <= w < math.inf:
-            raise ValueError(f"Invalid weights: {w} for node {i}; need 0 <= weight < inf.")
     if not any(values):
         raise ValueError("Invalid weights: all of them are 0; need one above 0.")
+    if sum(values) == math.inf:
+        raise ValueError(
+            f"Invalid weights: their sum overflows, the largest is {max(values)}; need a sum < inf. Only their ratios "
+            "count: divide all of them by the largest."
+        )
     return values
+
+
+def check_weight(weight: object, node: int) -> None:
+    """A number that one node can weigh."""
+    if isinstance(weight, bool | str) or not isinstance(weight, SupportsFloat) or not 0 <= float(weight) < math.inf:
+        raise ValueError(f"Invalid weights: {weight!r} for node {node}; need 0 <= weight < inf.")
 
 
 def _checked(chosen: Iterable[int], nodes: int, t: int) -> list[int]:
