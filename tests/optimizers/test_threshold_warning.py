@@ -264,6 +264,18 @@ def test_a_compiled_step_looks_at_nothing() -> None:
     torch._dynamo.reset()
 
 
+def test_settings_that_are_differentiated_are_looked_at_without_their_graph() -> None:
+    numbers = {k: torch.tensor(v, requires_grad=True) for k, v in {"lr": 1e-5, "u": 1.0, "d": 1e-2}.items()}
+    p = torch.ones(2000, requires_grad=True).clone()
+    p.grad = torch.full((2000,), 1e-3)
+    opt = BiClip([torch.ones(1)], differentiable=True, weight_decay=0.1, **numbers)
+    opt.param_groups[0]["params"] = [p]
+    with pytest.warns(UserWarning, match=IDLE):
+        opt.step()
+    p.sum().backward()
+    assert numbers["d"].grad is not None
+
+
 def test_a_step_that_the_scaler_leaves_out_is_not_counted() -> None:
     p = one(1e-3)
     opt = BiClip([p], lr=1e-5, d=1e-2, fused=True)

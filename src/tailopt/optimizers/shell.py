@@ -188,7 +188,7 @@ class Shell(Optimizer):
         lr, weight_decay = group["lr"], group["weight_decay"]
         if self._warned_of_decay or not weight_decay or (isinstance(lr, Tensor) and not lr.is_cpu):
             return
-        product = float(lr) * weight_decay
+        product = float(lr.detach() if isinstance(lr, Tensor) else lr) * weight_decay
         if product >= 1:
             self._warned_of_decay = True
             warn_caller(

@@ -101,8 +101,8 @@ class ThresholdCheck:
         found = self._arrived()
         waiting: dict[torch.device, list[tuple[str | int, Tensor]]] = {}
         for group, batch in batches:
-            clip, rate = batch.step.clip, _learning_rate(group)
-            assert isinstance(clip, Coordinates)
+            rate = _learning_rate(group)
+            clip = Coordinates(*(t.detach() if isinstance(t, Tensor) else t for t in batch.step.clip))
             for p, g in zip(batch.params, batch.grads, strict=True):
                 parts = _visible(p, g, clip, rate)
                 if parts is None:
@@ -216,7 +216,7 @@ def _learning_rate(group: dict[str, Any]) -> Number:
 
 
 def _largest(rates: Iterable[Number]) -> Number:
-    tensors = [rate.reshape(()) for rate in rates if isinstance(rate, Tensor)]
+    tensors = [rate.detach().reshape(()) for rate in rates if isinstance(rate, Tensor)]
     numbers = [float(rate) for rate in rates if not isinstance(rate, Tensor)]
     if not tensors:
         return max(numbers)
