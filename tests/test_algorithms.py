@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tailopt
-from tailopt.algorithms import ALGORITHMS, by_parameter
+from tailopt.algorithms import ALGORITHMS, _by_letters, _resolve, by_parameter, letters
 from tailopt.paper.settings import pairs
 from tailopt.rules.table import INNER, OUTER
 
@@ -122,11 +122,37 @@ def test_the_eighteen_need_the_settings_of_the_table(name: str, needs: str) -> N
         ("adam-adam", "adam2"),
         ("biclip-biclip", "bi2clip"),
         ("biclip-l2-biclip-l2", "bi2clip-l2"),
+        ("SludgeClip", "avg-l2clip"),
+        ("$SludgeClip$", "avg-l2clip"),
+        ("sludgeclip-sgd", "avg-l2clip"),
+        ("RMS-TailClip", "rmsprop-biclip"),
+        ("RMS-$TailClip$", "rmsprop-biclip"),
+        ("RMSProp-TailClip", "rmsprop-biclip"),
+        ("RMSPropTailClip", "rmsprop-biclip"),
+        ("rmstailclip", "rmsprop-biclip"),
+        ("Adam-TailClip", "adam-biclip"),
+        ("ADAMTAILCLIP", "adam-biclip"),
+        ("Adagrad-TailClip", "adagrad-biclip"),
+        ("AdaGrad_TailClip", "adagrad-biclip"),
+        ("Avg-$L_2$Clip SGD", "avg-l2clip"),
+        ("Bi^2Clip (Coordinate-wise)", "bi2clip"),
+        ("Avg-$BiClip$ ($L_2$)", "avg-biclip-l2"),
+        ("bi2clipl2", "bi2clip-l2"),
+        ("AdamAdam", "adam2"),
+        ("avgsgd", "avg-sgd"),
     ],
 )
 def test_spellings(spelling: str, name: str) -> None:
     algo = tailopt.algorithm(spelling, **some(EIGHTEEN[name]))
     assert algo.name == name and (algo.outer, algo.inner) == ALGORITHMS[name]
+
+
+def test_no_two_algorithms_have_the_same_letters() -> None:
+    names = {f"{outer}-{inner}" for outer in OUTER for inner in INNER}
+    assert len({letters(name) for name in names}) == len(names)
+    for name in names:
+        outer_inner = _resolve(name)
+        assert _by_letters()[letters(name)] == outer_inner, "hyphens say nothing that the letters do not"
 
 
 @pytest.mark.parametrize("spelling", ["Avg-$L_2$Clip", "Adam-$L_2$Clip"])

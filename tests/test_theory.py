@@ -256,6 +256,11 @@ def test_a_power_schedule_can_be_asked_about() -> None:
         ("Adagrad-$L_2Clip$", "adagrad-l2clip"),
         ("AVG-L2CLIP", "avg-l2clip"),
         ("Avg-BiClip (L2)", "avg-biclip-l2"),
+        ("SludgeClip", "sludgeclip"),
+        ("RMS-$TailClip$", "rmsprop-biclip"),
+        ("rmstailclip", "rmsprop-biclip"),
+        ("AdamTailClip", "adam-biclip"),
+        ("AdaGrad-TailClip", "adagrad-biclip"),
     ],
 )
 def test_names_in_the_papers_spelling(spelling: str, name: str) -> None:
@@ -288,3 +293,41 @@ def test_it_prints_as_a_summary() -> None:
     assert "  i_u ~ t^0.3333" in lines
     assert "BROKEN ilr <= 0  (0.5)" in str(quiet("bi2clip", 1.5, ilr=0.5))
     assert "no rate for" in str(theory("adam-biclip", 1.5))
+
+
+# --- Failing nodes ----------------------------------------------------------------------------------------------------
+
+
+@every_alpha
+def test_sludgeclip_has_five_exponents_and_the_rate_of_avg_l2clip(alpha: float) -> None:
+    found, whole = theory("SludgeClip", alpha), theory("avg-l2clip", alpha)
+    g = found.exponents["i_u"]
+    assert list(found.terms.values()) == pytest.approx(
+        [1 - 2 * g, 1 - (2 - 2 * alpha) * g, 1 - (2 - alpha) * g, 2 - 2 * g, 2 * g * (alpha - 1)]
+    )
+    assert (found.rate, found.best_rate) == pytest.approx((whole.rate, whole.best_rate))
+    assert found.exponents == whole.exponents
+    assert found.schedules == whole.schedules
+
+
+@given(alphas, st.floats(0.01, 0.49))
+def test_three_of_the_five_never_bind(alpha: float, i_u: float) -> None:
+    terms = quiet("sludgeclip", alpha, i_u=i_u).terms
+    assert min(terms.values()) == min(terms["r_1"], terms["r_5"])
+
+
+@every_alpha
+@pytest.mark.parametrize("i_u", [0.05, 0.3])
+def test_biased_sampling_lets_the_bound_grow(alpha: float, i_u: float) -> None:
+    with pytest.warns(UserWarning, match="promise no decay, rate -"):
+        found = theory("sludgeclip", alpha, biased=True, i_u=i_u)
+    assert found.rate == pytest.approx(-2 * i_u)
+    assert found.best_rate == 0
+    assert f"O(T^{2 * i_u:.4g})" in str(found)
+
+
+def test_only_failing_nodes_can_be_biased() -> None:
+    with pytest.raises(ValueError, match=r"Invalid biased: True for avg-l2clip; need False\."):
+        theory("avg-l2clip", 1.5, biased=True)
+    with pytest.raises(ValueError, match="Invalid biased: 'x'"):
+        theory("sludgeclip", 1.5, biased="x")  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -157,7 +158,9 @@ def algorithm(name: str, **settings: Any) -> Algorithm:
     """An algorithm by name, with all its settings.
 
     Args:
-        name: outer-inner, or one of bi2clip, bi2clip-l2, adam2, diloco; the paper's spelling is understood too.
+        name: outer-inner, or one of bi2clip, bi2clip-l2, adam2, diloco; the paper's spelling is understood too, in any
+            case and with or without hyphens: `RMS-TailClip` is rmsprop-biclip. `SludgeClip`, the paper's Avg-L2Clip
+            with failing nodes, is avg-l2clip; who fails is said to `simulate` (participation, drops).
         settings: the settings of both optimizers, and where they apply the keywords weight_decay, dead_zone, scope,
             momentum, inner_betas, outer_betas, bias_correction, inner_state and send_preconditioner.
 
@@ -215,8 +218,26 @@ def _called(optimizer: str | type[Optimizer]) -> str:
     return optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", repr(optimizer))
 
 
+def letters(name: str) -> str:
+    """A name as letters and digits alone, in the library's words: what the paper's spellings have in common.
+
+    TailClip is its word for BiClip or L2Clip, and here means BiClip, whose d may be 0; RMS is RMSProp; a clip of SGD is
+    that clip.
+
+    Examples:
+        >>> letters("RMS-$TailClip$"), letters("Bi^2Clip (L_2)"), letters("SludgeClip-SGD")
+        ('rmspropbiclip', 'bi2clipl2', 'sludgeclip')
+    """
+    plain = "".join(c for c in name.lower().replace("²", "2") if c.isalnum() and c.isascii())
+    plain = plain.replace("tailclip", "biclip").replace("coordinatewise", "")
+    plain = re.sub(r"^rms(?!prop)", "rmsprop", plain)
+    return re.sub(r"clip(l2)?sgd$", r"clip\1", plain)
+
+
 def _resolve(name: str) -> tuple[str, tuple[str, str]]:
     """The library's spelling of a name, with its two rules."""
+    if not isinstance(name, str):
+        raise TypeError(f"Invalid algorithm: {name!r}; need a name, such as 'adam-biclip'.")
     plain = name.strip().lower().replace("l_2", "l2")  # $L_2$Clip
     plain = re.sub(r"[\s_]+", "-", plain).replace("^", "").replace("(", "").replace(")", "")
     plain = plain.replace("$", "").replace("{", "").replace("}", "").replace("²", "2")
@@ -229,11 +250,23 @@ def _resolve(name: str) -> tuple[str, tuple[str, str]]:
         if inner != plain and inner in INNER:
             twin = [known for known, pair in ALGORITHMS.items() if pair == (outer, inner) and known not in EXTRAS]
             return (twin[0] if twin else plain), (outer, inner)
+    found = _by_letters().get(letters(name))
+    if found is not None:
+        return found
     near = difflib.get_close_matches(plain, [*ALGORITHMS, *(f"{o}-{i}" for o in OUTER for i in INNER)], n=1)
     raise ValueError(
         f"Unknown algorithm: {name!r}{f'; did you mean {near[0]!r}?' if near else '.'} "
         f"The paper's: {', '.join(ALGORITHMS)}. Others are any of {', '.join(OUTER)} - any of {', '.join(INNER)}."
     )
+
+
+@functools.cache
+def _by_letters() -> dict[str, tuple[str, tuple[str, str]]]:
+    """Every algorithm by the letters of its name; a name of the table before a plain pair."""
+    pairs = {letters(f"{outer}-{inner}"): _resolve(f"{outer}-{inner}") for outer in OUTER for inner in INNER}
+    named = {letters(name): (name, pair) for name, pair in ALGORITHMS.items()}
+    # Avg-L2Clip with failing nodes; who fails is for `simulate` to say (participation, drops).
+    return {**pairs, **named, "sludgeclip": ("avg-l2clip", ALGORITHMS["avg-l2clip"])}
 
 
 def _words(rule: Rule) -> tuple[str, ...]:

@@ -14,8 +14,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tailopt.algorithms import letters
+from tailopt.convex_bound import convex_bound
 from tailopt.schedules import Per, Power, Schedule, power
 
 GRADIENT = "min ||grad F||^2"
@@ -72,9 +74,51 @@ class Theory:
     @property
     def schedules(self) -> dict[str, Schedule]:
         """The exponents as schedules, by setting."""
-        # avg-l2clip's learning rate is r / (t + 1); all others are pure powers.
-        shifts = {"ilr": 1.0} if self.algorithm == "avg-l2clip" else {}
+        # avg-l2clip's learning rate is r / (t + 1), with failing nodes too; all others are pure powers.
+        shifts = {"ilr": 1.0} if self.algorithm in ("avg-l2clip", "sludgeclip") else {}
         return {name: power(e, self.per, shifts.get(name, 0.0)) for name, e in self.exponents.items()}
+
+    def bound(
+        self,
+        T: int,
+        *,
+        mu: float,
+        L: float,
+        M: float,
+        B: float,
+        r: float,
+        c: float,
+        z: int,
+        synchronised: bool = False,
+        printed: bool = False,
+    ) -> dict[str, float]:
+        """What F(average) - F* is at most after T local steps: avg-l2clip's four terms and their "total".
+
+        Args:
+            T: local steps of a node, over the whole run.
+            mu, L: strong convexity and smoothness of every node's objective.
+            M: the largest norm of a node's exact gradient on the domain.
+            B: E|noise|^alpha <= B^alpha.
+            r: the learning rate is r/(t+1), so r = 2 ilr; r > 2/mu.
+            c: the threshold is c t^i_u, so c = i_u's setting.
+            z: local steps of a round.
+            synchronised: for the average of the weights at the ends of rounds, as `simulate(average=True)` has it; the
+                factor is (T+1) z / (T-z).
+            printed: the statement's terms, not those that its proof supports; docs/theory.md says how they differ.
+
+        Examples:
+            >>> found = theory("avg-l2clip", alpha=1.5)
+            >>> constants = dict(mu=1.0, L=2.0, M=1.0, B=1.0, r=4.0, c=1.0, z=2)
+            >>> [round(found.bound(T, **constants)["total"], 2) for T in (10**4, 10**7)]
+            [0.67, 0.06]
+        """
+        if self.algorithm != "avg-l2clip":
+            raise ValueError(f"Invalid algorithm: {self.algorithm} has no bound with constants; avg-l2clip has.")
+        if self.rate is None:
+            broken = ", ".join(c.text for c in self.conditions if not c.holds)
+            raise ValueError(f"Invalid exponents: the bound needs {broken}.")
+        constants = {"mu": mu, "L": L, "M": M, "B": B, "r": r, "c": c}
+        return convex_bound(T, z, self.alpha, self.exponents["i_u"], constants, synchronised, printed)
 
     def __str__(self) -> str:
         """A summary of a few lines."""
@@ -89,15 +133,18 @@ class Theory:
         return "\n".join([*lines, f"  {self.remark}"])
 
 
-def theory(algorithm: str, alpha: float, **exponents: float | Power) -> Theory:
+def theory(algorithm: str, alpha: float, *, biased: bool = False, **exponents: float | Power) -> Theory:
     """Exponents, conditions and rate of an algorithm under noise with a finite alpha-moment.
 
     Without `exponents` they are those of the best rate, strict inequalities kept by a margin. Those given replace them
     one by one (bi2clip: the others then follow a given o_u); a condition that they break is named in a UserWarning.
 
     Args:
-        algorithm: a name with a theorem, in our spelling or the paper's (`tailclip` means `biclip`).
+        algorithm: a name with a theorem, in our spelling or the paper's (`tailclip` means `biclip`). `sludgeclip` is
+            avg-l2clip with failing nodes.
         alpha: 1 < alpha < 2.
+        biased: of sludgeclip: the nodes that take part do not preserve the objective, as where the same ones always
+            fail. Then the bound grows.
         exponents: by setting (`ilr`, `olr`, `i_u`, `i_d`, `o_u`, `o_d`): numbers, or power schedules.
 
     Examples:
@@ -112,7 +159,9 @@ def theory(algorithm: str, alpha: float, **exponents: float | Power) -> Theory:
         raise ValueError(
             f"Invalid alpha: got {alpha}; need 1 < alpha < 2. Noise with a finite variance has every alpha below 2."
         )
-    theorem, settings = THEOREMS[name]
+    if not isinstance(biased, bool) or (biased and name != "sludgeclip"):
+        raise ValueError(f"Invalid biased: {biased!r} for {name}; need False. Only sludgeclip, whose nodes fail, may.")
+    theorem, settings = THEOREMS[name] if not biased else (_sludgeclip(biased=True), ("ilr", "i_u"))
     given = {key: _exponent(key, e, settings, theorem.per, name) for key, e in exponents.items()}
     preset = theorem.preset(alpha, given)
     chosen = {key: given.get(key, preset[key]) for key in settings}
@@ -183,6 +232,27 @@ def _avg_l2clip() -> Theorem:
         measure=OBJECTIVE,
         per="step",
         remark="mu-strongly convex, projected on a ball; the learning rate is ilr * 2/(t+1), and ilr > 1/mu is needed.",
+    )
+
+
+def _sludgeclip(biased: bool = False) -> Theorem:
+    """Avg-L2Clip over the nodes that take part; t counts local steps, as there."""
+    whole = _avg_l2clip()
+
+    def terms(a: float, e: Exponents) -> dict[str, float]:
+        c = e["i_u"]
+        # The second as printed. Its sum lacks a factor t, with which it is the fifth; the rate is the same.
+        printed = {"r_2": 1 - (2 - 2 * a) * c, "r_3": 1 - (2 - a) * c, "r_4": 2 - 2 * c, "r_5": 2 * c * (a - 1)}
+        return {"r_1": 1 - 2 * c, **printed, **({"r_6, biased": -2 * c} if biased else {})}
+
+    return replace(
+        whole,
+        terms=terms,
+        best_rate=lambda a: 0.0 if biased else (a - 1) / a,
+        remark="The bound grows: who takes part must preserve the objective."
+        if biased
+        else "As avg-l2clip, times the number of local steps. Who takes part must preserve the objective with the "
+        "normalised weights, as uniform sampling of equally weighted nodes does.",
     )
 
 
@@ -376,6 +446,7 @@ def _theorems() -> dict[str, tuple[Theorem, tuple[str, ...]]]:
     bi2clip = ("ilr", "olr", "i_u", "i_d", "o_u", "o_d")
     table: dict[str, tuple[Theorem, tuple[str, ...]]] = {
         "avg-l2clip": (_avg_l2clip(), ("ilr", "i_u")),
+        "sludgeclip": (_sludgeclip(), ("ilr", "i_u")),
         "avg-biclip": (_avg_biclip(), ("ilr", "i_u", "i_d")),
         "avg-biclip-l2": (_avg_biclip(), ("ilr", "i_u", "i_d")),
         "bi2clip": (_bi2clip(), bi2clip),
@@ -392,10 +463,10 @@ THEOREMS = _theorems()
 
 
 def _name(algorithm: str) -> str:
-    """Our spelling: `Bi^2Clip`, `RMSProp-TailClip` and `Avg-BiClip (L2)` too."""
-    plain = "".join(c for c in algorithm.lower().replace("tailclip", "biclip") if c.isalnum())
+    """Our spelling: `Bi^2Clip`, `RMS-TailClip` and `Avg-BiClip (L2)` too."""
+    plain = letters(algorithm)
     for name in THEOREMS:
-        if plain == name.replace("-", ""):
+        if plain == letters(name):
             return name
     raise ValueError(f"Invalid algorithm: {algorithm!r} has no theorem. Those with one: {', '.join(THEOREMS)}.")
 

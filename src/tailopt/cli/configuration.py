@@ -116,7 +116,7 @@ class Configuration:
             return dict(given)
         # powers go through the theorem, so that a condition that they break is named
         powers = {key: s for key, s in given.items() if isinstance(s, scheduling.Power)}
-        return {**theory(self.algorithm["name"], self.schedules["theory"], **powers).schedules, **given}
+        return {**theory(self.algorithm["name"], self.schedules["theory"], biased=False, **powers).schedules, **given}
 
     def record(self) -> dict[str, Any]:
         """What a run folder holds beside what `simulate` writes there itself."""

@@ -1,0 +1,94 @@
+"""Avg-L2Clip on strongly convex objectives: the bound of its theorem with all constants.
+
+    F(average) - F*  <=  Psi_1 + Psi_2 + Psi_3 + Psi_4
+
+with the learning rate r/(t+1), the threshold c t^g, z local steps a round, u = (z+1)/2 and A = 2^(alpha-1) (M^alpha +
+B^alpha), where sum_p stands for 1^p + ... + T^p, bounded from above by an integral:
+
+    Psi_1 = r c^2                      sum_{2g}              / (T (T+1))
+    Psi_2 = A^2 c^(2-2alpha)           sum_{(2-2alpha)g + 1} / ((mu - 2/r) T (T+1))
+    Psi_3 = 2 A c^(2-alpha) r z u L    sum_{(2-alpha)g}      / ((mu - 2/r) T (T+1))
+    Psi_4 = (r c z u L)^2              sum_{2g - 1}          / ((mu - 2/r) T (T+1))
+
+The printed statement differs in constants that its own proof does not support: A lacks 2^(alpha-1), Psi_3 lacks the 2,
+and Psi_1 and Psi_3 bound the sum of a growing power by T^(p+1)/(p+1), which is less than the sum. No rate changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+
+def convex_bound(
+    T: int,
+    z: int,
+    alpha: float,
+    exponent: float,
+    constants: Mapping[str, float],
+    synchronised: bool = False,
+    printed: bool = False,
+) -> dict[str, float]:
+    """The four terms and their total.
+
+    Args:
+        T: local steps in all.
+        z: local steps of a round.
+        alpha: the moment that the noise has.
+        exponent: g, of the threshold.
+        constants: mu, L, M, B, r and c.
+        synchronised: for the average over the ends of rounds alone.
+        printed: the terms as the paper states them.
+
+    Examples:
+        >>> constants = {"mu": 1.0, "L": 1.0, "M": 1.0, "B": 0.0, "r": 4.0, "c": 1.0}
+        >>> convex_bound(1, 1, 1.5, 1 / 3, constants, printed=True)["Psi_4"]
+        48.0
+    """
+    _check(T, z, constants, synchronised)
+    mu, L, M, B, r, c = (float(constants[name]) for name in ("mu", "L", "M", "B", "r", "c"))
+    a, g, u, rest = alpha, exponent, (z + 1) / 2, mu - 2 / r
+    A = (1.0 if printed else 2 ** (a - 1)) * (M**a + B**a)
+    weights = {
+        "Psi_1": r * c**2,
+        "Psi_2": A**2 * c ** (2 - 2 * a) / rest,
+        "Psi_3": (1 if printed else 2) * c ** (2 - a) * r * z * u * A * L / rest,
+        "Psi_4": (r * c * z * u * L) ** 2 / rest,
+    }
+    powers = {"Psi_1": 2 * g, "Psi_2": (2 - 2 * a) * g + 1, "Psi_3": (2 - a) * g, "Psi_4": 2 * g - 1}
+    if printed:
+        sums_of = {
+            "Psi_1": T ** (powers["Psi_1"] + 1) / (powers["Psi_1"] + 1),
+            "Psi_2": (T ** (powers["Psi_2"] + 1) + 1) / powers["Psi_2"],
+            "Psi_3": T ** (powers["Psi_3"] + 1) / (powers["Psi_3"] + 1),
+            "Psi_4": (T ** (2 * g) + 1) / (2 * g),
+        }
+    else:
+        sums_of = {name: _sum(T, p) for name, p in powers.items()}
+    factor = (T + 1) * z / (T - z) if synchronised else 1.0
+    terms = {name: factor * weights[name] * sums_of[name] / (T * (T + 1)) for name in weights}
+    return {**terms, "total": math.fsum(terms.values())}
+
+
+def _sum(T: int, p: float) -> float:
+    """At least 1^p + ... + T^p, for p > -1: an integral, and the largest of the terms."""
+    whole = (T ** (p + 1) - 1) / (p + 1)
+    return float(whole + max(1.0, T**p))
+
+
+def _check(T: int, z: int, constants: Mapping[str, float], synchronised: bool) -> None:
+    for name, count in (("T", T), ("z", z)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"Invalid {name}: {count!r}; need a whole number, 1 or more.")
+    for name, value in constants.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+        if not number or (value == 0 and name not in ("M", "B")):  # without noise B is 0
+            low = "<=" if name in ("M", "B") else "<"
+            raise ValueError(f"Invalid {name}: {value!r}; need 0 {low} {name} < inf.")
+    mu, L, r = constants["mu"], constants["L"], constants["r"]
+    if mu > L:
+        raise ValueError(f"Invalid mu: {mu} exceeds L={L}; a strongly convex function has mu <= L.")
+    if not r > 2 / mu:
+        raise ValueError(f"Invalid r: {r}; need r > 2/mu = {2 / mu:g}. Raise the learning rate, which is r/(t+1).")
+    if synchronised and z >= T:
+        raise ValueError(f"Invalid T: {T}; the average over the ends of rounds needs more than one round, T > z={z}.")
