@@ -28,6 +28,7 @@ NAMES = [
     "named_state_dict",
     "paper_settings",
     "simulate",
+    "standardised",
     "theory",
 ]
 

@@ -5,7 +5,7 @@ by any algorithm of the paper, simulated on one machine.
 """
 
 from tailopt.algorithms import Algorithm, algorithm
-from tailopt.clipping.counts import Counts, count
+from tailopt.clipping.counts import Counts, count, standardised
 from tailopt.clipping.operators import biclip, biclip_l2, l2clip
 from tailopt.engines.distributed import NestedOptimizer
 from tailopt.engines.simulate import Result, simulate
@@ -36,5 +36,6 @@ __all__ = [
     "named_state_dict",
     "paper_settings",
     "simulate",
+    "standardised",
     "theory",
 ]

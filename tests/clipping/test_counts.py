@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tailopt import BiClip, Counts, count
+from tailopt import BiClip, Counts, count, standardised
 from tailopt.clipping import counts as module
 from tailopt.clipping import cpu
 
@@ -356,6 +356,59 @@ def test_hill_by_hand() -> None:
         assert counts.hill(tail) == pytest.approx(len(over) / excess, rel=3e-3), (tail, edge)
     assert counts.hill(1.0) != counts.hill(1.0), "zeros are no tail"
     assert count([torch.ones(4)], 1.0, 0.1)[0].hill() > 500, "no spread, no tail"
+
+
+# ---- heavy tails, or unequal scales ----
+
+
+def index(x: Tensor) -> float:
+    return count([x.float()], u=1.0, d=0.0, complete=True)[0].hill()
+
+
+def noise(df: float, spread: float, batches: int, seed: int = 0) -> Tensor:
+    """[batches, coordinates]: Student t (df = inf: Gaussian) with log-normal scales, about a million values."""
+    gen = torch.Generator().manual_seed(seed)
+    n = 1_000_000 // batches
+    z, scale = torch.randn(batches, n, generator=gen), torch.exp(spread * torch.randn(n, generator=gen))
+    if math.isfinite(df):
+        torch.manual_seed(seed)
+        z = z / torch.sqrt(torch.distributions.Chi2(torch.tensor(df)).sample(z.shape) / df)
+    return z * scale + 5 * scale  # a mean gradient, too
+
+
+@pytest.mark.parametrize(("spread", "pooled"), [(1.5, 1.6), (2.5, 1.1)])
+def test_unequal_scales_look_like_a_heavy_tail_until_they_are_taken_out(spread: float, pooled: float) -> None:
+    x = noise(math.inf, spread, 50)
+    assert index(x - x.mean(0)) == pytest.approx(pooled, abs=0.25)
+    assert index(standardised(x)) > 3.3
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.5, 2.5])
+@pytest.mark.parametrize("batches", [20, 50, 200])
+def test_a_true_heavy_tail_stays(spread: float, batches: int) -> None:
+    assert index(standardised(noise(1.5, spread, batches))) == pytest.approx(1.5, abs=0.1)
+
+
+def test_a_sample_deviation_would_put_a_ceiling_on_the_tail() -> None:
+    x = noise(1.5, 1.5, 20)
+    assert ((x - x.mean(0)) / x.std(0)).abs().max() <= math.sqrt(20)
+    assert standardised(x).abs().max() > 1000
+
+
+def test_standardised_by_hand() -> None:
+    column = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 100.0]  # median 5, deviations 5 4 3 2 1 0 1 2 3 4 95
+    x = torch.tensor([[c, 7.0] for c in column], dtype=torch.float64)  # the second never moves
+    assert standardised(x).tolist() == [(c - 5) / 3 for c in column]
+    assert torch.equal(standardised(list(x)), standardised(x))
+    shifted = torch.stack([x[:, 0] * 1e-3 - 40, x[:, 0] * 1e6], 1)
+    assert torch.allclose(standardised(shifted), standardised(x).repeat_interleave(2), atol=1e-9)
+    assert standardised(x.bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("few", [torch.ones(9, 4), torch.ones(()), [torch.ones(4)] * 3])
+def test_a_few_batches_are_refused(few: Tensor | list[Tensor]) -> None:
+    with pytest.raises(ValueError, match="need 10 or more, better 50"):
+        standardised(few)
 
 
 def test_a_normal_sample_has_no_heavy_tail() -> None:
