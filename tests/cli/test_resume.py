@@ -91,3 +91,39 @@ def test_what_cannot_be_resumed(capsys: pytest.CaptureFixture[str]) -> None:
                      batches=lambda *_: torch.ones(1, 1), run="python", progress=False)  # fmt: skip
     assert main(["resume", "python"]) == 2
     assert "python names no task: it was run from Python" in capsys.readouterr().err
+
+
+def test_a_changed_configuration_is_refused_until_it_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *WORDS, "--rounds", "2", "--out", "a"]) == 0
+    config = Path("a/config.toml")
+    before = config.read_text()
+    config.write_text(before.replace("ilr = 0.01", "ilr = 0.03"))
+    assert config.read_text() != before
+    capsys.readouterr()
+    for words in (["resume", "a", "--rounds", "4", "--quiet"], ["list", "runs", "a"], ["compare", "a"]):
+        assert main(words) == 2 or words[0] == "list", words  # which goes on with the other runs
+        found = capsys.readouterr()
+        said = found.out + found.err
+        assert "a/config.toml is not what the run was written with: settings.ilr is 0.03, and was 0.01" in said
+        assert "tailopt resume a --accept-config" in said
+    config.write_text(before.replace("ilr = 0.01", "ilr = -3"))
+    assert main(["resume", "a", "--rounds", "4", "--quiet", "--accept-config"]) == 2  # and nothing was accepted
+    assert not Path("a/config-changes.jsonl").exists()
+    config.write_text(before.replace("ilr = 0.01", "ilr = 0.03"))
+    assert main(["resume", "a", "--rounds", "4", "--quiet", "--accept-config"]) == 0
+    assert "accepted: settings.ilr is 0.03, and was 0.01" in capsys.readouterr().err
+    assert main(["resume", "a", "--rounds", "5", "--quiet"]) == 0
+    assert main(["list", "runs", "."]) == main(["compare", "a"]) == 0
+    assert Path("a/history.jsonl").read_bytes().count(b"\n") == 5
+
+
+@pytest.mark.parametrize("words", [["resume", "a", "--rounds", "4"], ["list", "runs", "a"], ["compare", "a"]])
+def test_a_changed_history_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *WORDS, "--rounds", "2", "--out", "a"]) == 0
+    rows = Path("a/history.jsonl").read_bytes()
+    Path("a/history.jsonl").write_bytes(rows.replace(b'"error": 4', b'"error": 3'))
+    assert Path("a/history.jsonl").read_bytes() != rows
+    capsys.readouterr()
+    code, said = main(words), capsys.readouterr()
+    assert code == 2 or words[0] == "list"  # which goes on with the other runs
+    assert "a/history.jsonl is not what was written: its first 2 rows do not fit" in said.out + said.err

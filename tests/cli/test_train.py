@@ -15,6 +15,8 @@ import torch
 
 from tailopt.cli import train
 from tailopt.cli.main import main
+from tailopt.engines.verify import recorded
+from tailopt.records import history
 from tailopt.rounds.drops import Drops
 from tests.engines import forked
 
@@ -82,15 +84,34 @@ def test_the_history_is_that_of_a_simulation(finished: Path) -> None:
 
 def test_a_flipped_bit_is_named(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = finished / "digests.jsonl"
-    before = path.read_text()
+    before, seal = path.read_bytes(), path.with_suffix(".seal.json").read_bytes()
     rows = [json.loads(line) for line in before.splitlines()]
     rows[6]["tensors"]["weight"] = "0" * 64
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ledger = recorded(finished)
+    ledger.rewind(0)
+    for row in rows:
+        ledger.append(history.line(row), row["round"])
     try:
         assert main(["verify", str(finished)]) == 1
     finally:
-        path.write_text(before)
+        path.write_bytes(before)
+        path.with_suffix(".seal.json").write_bytes(seal)
     assert "6 rounds are equal; the first difference is in round 7, tensor weight" in capsys.readouterr().out
+
+
+def test_recorded_digests_that_changed_are_no_difference_of_the_run(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("digests.jsonl", "history.jsonl", "config.toml"):
+        path = finished / name
+        before = path.read_bytes()
+        path.write_bytes(before.replace(b"1", b"2", 1))
+        try:
+            assert main(["verify", str(finished)]) == 2
+        finally:
+            path.write_bytes(before)
+        said = capsys.readouterr()
+        assert f"{name} is not what" in said.err and "from a copy" in said.err and "first difference" not in said.out
 
 
 # ---- nodes that were started with other settings ----

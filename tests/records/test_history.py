@@ -105,7 +105,7 @@ def test_a_file_of_one_torn_line_is_empty(tmp_path: Path) -> None:
 def test_a_damaged_line_is_named(tmp_path: Path, text: bytes) -> None:
     file = tmp_path / "history.jsonl"
     file.write_bytes(b'{"round": 1}\n' + text + b'{"round": 3}\n')
-    with pytest.raises(ValueError, match=r"history\.jsonl, line 2: .*Remove or mend"):
+    with pytest.raises(ValueError, match=r"history\.jsonl, line 2: .*from a copy, or mend that line"):
         history.read(file)
 
 

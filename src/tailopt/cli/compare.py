@@ -14,7 +14,8 @@ from tailopt.algorithms import ALGORITHMS
 from tailopt.cli.configuration import Pairs, recorded
 from tailopt.cli.tables import show, word
 from tailopt.figures.style import look, pyplot
-from tailopt.records.folder import CONFIG, ENVIRONMENT, Run, is_run
+from tailopt.records.folder import ENVIRONMENT, Run, is_run
+from tailopt.records.identity import CONFIG, RUN
 from tailopt.tasks.table import TASKS, task
 
 EXAMPLE = """\
@@ -109,7 +110,8 @@ def found(folder: str | Path) -> list[Path]:
     path = Path(folder)
     if is_run(path) or not path.is_dir():
         return [path]  # `Run.open` says what is wrong where there is none
-    return sorted(file.parent for file in path.rglob(CONFIG) if (file.parent / ENVIRONMENT).is_file())
+    ours = (ENVIRONMENT, RUN)  # beside a config.toml of something else there is neither
+    return sorted(file.parent for file in path.rglob(CONFIG) if any((file.parent / name).is_file() for name in ours))
 
 
 def each(things: Sequence[Thing], read: Callable[[Thing], Made]) -> tuple[list[Made], dict[Thing, Exception]]:

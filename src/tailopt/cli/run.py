@@ -25,7 +25,8 @@ from tailopt.cli.configuration import (
 from tailopt.cli.tables import word
 from tailopt.engines.simulate import simulate
 from tailopt.engines.verify import DIGESTS
-from tailopt.records.folder import CONFIG, ENVIRONMENT, HISTORY, LOG, TIMES, Run, is_run
+from tailopt.records.folder import ENVIRONMENT, HISTORY, LOG, TIMES, Run, is_run
+from tailopt.records.identity import CONFIG, RUN
 
 # Options of the command itself, with whether a value follows; every other --word is a setting.
 OPTIONS = {"--out": True, "--quiet": False, "--help": False}
@@ -137,7 +138,7 @@ def _summary(folder: Path) -> str:
 
 def written(folder: Path) -> str:
     """What a run left in its folder, in the order in which one would open it."""
-    usual = (CONFIG, ENVIRONMENT, HISTORY, TIMES, DIGESTS, LOG, "checkpoints/")
+    usual = (CONFIG, RUN, ENVIRONMENT, HISTORY, TIMES, DIGESTS, LOG, "checkpoints/")
     return f"wrote {folder}: {', '.join(name for name in usual if (folder / name).exists())}"
 
 

@@ -30,9 +30,9 @@ from torch.optim import Optimizer
 from tailopt.algorithms import Algorithm
 from tailopt.clipping.shards import is_dtensor
 from tailopt.engines.exchange import ALIKE, Wire
-from tailopt.records import checkpoints, together
+from tailopt.records import checkpoints, history, together
 from tailopt.records.checkpoints import DamagedCheckpoint, Snapshot
-from tailopt.records.folder import Run, is_run, opened, storable
+from tailopt.records.folder import HISTORY, Run, is_run, opened, storable
 from tailopt.records.history import child, decode
 from tailopt.records.packing import names as tensors_of
 from tailopt.records.packing import pack, unpack
@@ -246,7 +246,7 @@ class Keeper:
                 def meta(parts: list[dict[str, Any]]) -> dict[str, Any]:
                     return {**_merged(names, buffers, average, parts), **more}
 
-                together.finish(fresh, *moment, self.crew.count, meta)
+                together.finish(fresh, *moment, self.crew.count, meta, self.run.stamp)
 
         try:
             answers = self._ask(begin, OSError)
@@ -279,8 +279,9 @@ class Keeper:
 
         History, log and later checkpoints follow. Nothing has been put into `node`.
         """
-        found = self._newest(lambda path: read(path, node))
+        found = self._newest(lambda path: self._of_this_run(read(path, node), path))
         if found is None:
+            self._ask(self.run.refuse_rows_alone if self.run is not None else lambda: None)
             return None
         snapshot, path = found
         before, nodes = int(snapshot.meta["writers"]), self.crew.across.nodes
@@ -295,7 +296,7 @@ class Keeper:
         def rewind() -> None:
             if self.run is not None:
                 checkpoints.rewind(self.folder, snapshot.round, snapshot.step or 0)
-                self.run.rewind(snapshot.round)
+                self.run.rewind(snapshot.round, snapshot.stamp and snapshot.stamp.history)
 
         self._ask(rewind)
         self.log(text)
@@ -311,8 +312,14 @@ class Keeper:
         return f"The last good checkpoint is that after {after}: {self.last}."
 
     def history(self, round: int) -> list[dict[str, Any]]:
-        """The rows up to a round."""
-        return [row for row in Run.open(self.folder).history() if row["round"] <= round]
+        """The rows up to a round; node 0 checks them."""
+        rows = history.read(self.folder / HISTORY) if self.run is None else self.run.history()
+        return [row for row in rows if row["round"] <= round]
+
+    def _of_this_run(self, snapshot: Snapshot, path: Path) -> Snapshot:
+        if self.run is not None:
+            self.run.check(snapshot, path)
+        return snapshot
 
     def _newest(self, load: Callable[[Path], Found]) -> tuple[Found, Path] | None:
         names = [path.name for path in reversed(checkpoints.every(self.folder))]

@@ -165,12 +165,12 @@ class Loop:
         if self.run is None:
             return state.round
         self.run.sync()
-        save(self.run.path, state, self.engine)
+        save(self.run, state, self.engine)
         checkpoints.prune(self.run.path, self.keep)
         return state.round
 
 
-def save(folder: Path, state: Synchronised, engine: Engine) -> Path:
+def save(run: Run, state: Synchronised, engine: Engine) -> Path:
     """Write everything that a run needs to go on."""
     tensors, packed = checkpoints.pack(
         {
@@ -190,7 +190,7 @@ def save(folder: Path, state: Synchronised, engine: Engine) -> Path:
         held, own[str(node)] = checkpoints.pack({"weights": at.weights, "buffers": at.buffers}, "own")
         nodes[node] = {**nodes.get(node, {}), **held}
     meta = {"global": packed, "inner": plain, "own": own, "taken": engine.taken, "probe": engine.probe}
-    return checkpoints.save(folder, state.round, tensors, nodes, meta)
+    return checkpoints.save(run.path, state.round, tensors, nodes, meta, stamp=run.stamp)
 
 
 def restore(snapshot: checkpoints.Snapshot, state: Synchronised, engine: Engine) -> None:

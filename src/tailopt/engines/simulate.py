@@ -315,16 +315,18 @@ def _device_of(model: torch.nn.Module) -> torch.device:
 
 
 def _resume(loop: Loop, state: Synchronised) -> None:
-    assert loop.run is not None
-    snapshot = checkpoints.load_latest(loop.run.path)
+    run = loop.run
+    assert run is not None
+    snapshot = checkpoints.load_latest(run.path, run.check)
     if snapshot is None:
+        run.refuse_rows_alone()
         return
     restore(snapshot, state, loop.engine)
     loop.engine.check_repeatable()  # before anything is dropped
-    checkpoints.rewind(loop.run.path, state.round)
-    loop.run.rewind(state.round)
-    loop.history = loop.run.history()
-    loop.run.log(f"resumed after round {state.round}")
+    checkpoints.rewind(run.path, state.round)
+    run.rewind(state.round, snapshot.stamp and snapshot.stamp.history)
+    loop.history = run.history()
+    run.log(f"resumed after round {state.round}")
     if state.round >= loop.rounds:
         warnings.warn(f"The run has {state.round} rounds already; nothing is left to do.", UserWarning, stacklevel=3)
 

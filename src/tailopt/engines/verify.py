@@ -24,7 +24,8 @@ from tailopt.engines.sequential import seed_plainly, seed_torch, trainable
 from tailopt.engines.simulate import simulate
 from tailopt.engines.sources import FromData, LossFunction
 from tailopt.records import history
-from tailopt.records.folder import Run
+from tailopt.records.folder import Run, is_run
+from tailopt.records.ledger import Ledger, chained
 from tailopt.rounds.drops import DROPPED
 from tailopt.seeds import derive, mixed
 
@@ -88,17 +89,18 @@ def train(
     source = FromData(data, local_steps, None, batch_size, seed)
     names, params = trainable(model)
     device = params[0].device
-    written: list[int] = []
+    ledgers: list[Ledger] = []
+    if node == 0 and run is not None and is_run(run):
+        recorded(run).lines()  # checked before the first round rather than after it
 
     def note(row: dict[str, Any]) -> None:
         if node != 0:
             return
         if run is not None:
-            if not written:  # a run that was killed may have written of rounds that are done again
-                history.mend(run / DIGESTS)
-                history.rewind(run / DIGESTS, row["round"] - 1)
-            history.append(run / DIGESTS, {"round": row["round"], "tensors": digests(names, params)})
-            written.append(row["round"])
+            if not ledgers:  # a run that was killed may have written of rounds that are done again
+                ledgers.append(_writable(run, row["round"] - 1))
+            line = history.line({"round": row["round"], "tensors": digests(names, params)})
+            ledgers[0].append(line, row["round"])
         if evaluate is not None and (row["round"] % evaluate_every == 0 or row["round"] == rounds):
             model.eval()
             with torch.no_grad():
@@ -143,6 +145,27 @@ def _given(source: FromData, node: int, t: int, taken: int, steps: int) -> Itera
         yield next(batches)
 
 
+def recorded(folder: Path) -> Ledger:
+    """The digests of a run, checked when they are read; not where they are from before there were seals."""
+    path, known = folder / DIGESTS, Run.open(folder).identity
+    found = Ledger(path, None if known is None else known.id)
+    unsealed = not found.seal.exists() and (known is None or known.since is not None or not path.exists())
+    return Ledger(path, None) if unsealed else found
+
+
+def _writable(folder: Path, round: int) -> Ledger:
+    """The digests up to a round, to be gone on with."""
+    before = recorded(folder)
+    history.mend(before.path)
+    before.rewind(round)
+    known = Run.open(folder).identity
+    assert known is not None  # this process writes there
+    rows = chained(before.path, before.lines())
+    found = Ledger(before.path, known.id, rows)
+    found.rewind(round, rows)  # writes the seal where there was none
+    return found
+
+
 def replay(
     folder: Path, model: torch.nn.Module, algorithm: Algorithm, **settings: Any
 ) -> tuple[int, Difference | None]:
@@ -153,15 +176,15 @@ def replay(
     """
     if not (folder / DIGESTS).is_file():
         raise FileNotFoundError(f"{folder} has no {DIGESTS}: it is not a run of `tailopt train`.")
-    recorded: dict[int, Mapping[str, str]] = {row["round"]: row["tensors"] for row in history.read(folder / DIGESTS)}
+    run: dict[int, Mapping[str, str]] = {row["round"]: row["tensors"] for row in recorded(folder).read()}
     names, _ = trainable(model)
     found: list[tuple[int, Difference | None]] = []
 
     def compare(net: torch.nn.Module) -> dict[str, float]:
         t = len(found) + 1
         seen = digests(names, trainable(net)[1])
-        wrong = [name for name in names if recorded.get(t, {}).get(name) != seen[name]]
-        first = Difference(t, wrong[0], recorded.get(t, {}).get(wrong[0], "nothing"), seen[wrong[0]]) if wrong else None
+        wrong = [name for name in names if run.get(t, {}).get(name) != seen[name]]
+        first = Difference(t, wrong[0], run.get(t, {}).get(wrong[0], "nothing"), seen[wrong[0]]) if wrong else None
         found.append((t, first))
         return {}
 
@@ -171,7 +194,7 @@ def replay(
     }
     if any(lost.values()):  # why it was lost nobody can repeat; that it was, the history says
         settings["drops"] = lambda t, source: lost.get(t, ())
-    rounds = max(recorded, default=0)
+    rounds = max(run, default=0)
     if not rounds:
         raise ValueError(f"{folder} has no finished round to replay.")
     simulate(model, algorithm, rounds=rounds, evaluate=compare, progress=False, **settings)

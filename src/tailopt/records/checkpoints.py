@@ -7,15 +7,15 @@
         manifest.json                        written last
 
 The manifest's first line is the digest of its other bytes, in every format. Those say the format, the round, `meta`,
-and of each tensor type, shape and pieces: the file, the range of flat elements in it, and their sha256. A folder is
+of which run it is, by which configuration and after which history (`ledger.Stamp`; not in manifests from before), and
+of each tensor type, shape and pieces: the file, the range of flat elements in it, and their sha256. A folder is
 written under a hidden name and renamed when all of it is on the disk. `round-000012.old` is one that was being replaced
 when a kill came; it counts as long as it is there. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
 import os
 import re
 import shutil
@@ -30,7 +30,9 @@ from torch import Tensor
 
 from tailopt.records import disk
 from tailopt.records.history import decode, encode, known
+from tailopt.records.ledger import Stamp
 from tailopt.records.packing import pack, unpack
+from tailopt.records.seals import sealed, unsealed
 from tailopt.records.shards import (
     DamagedCheckpoint,
     Piece,
@@ -78,6 +80,11 @@ class Snapshot:
     tensors: dict[str, Tensor]
     nodes: dict[int, dict[str, Tensor]]
     meta: dict[str, Any]
+    stamp: Stamp | None = None  # of which run; None in those from before
+
+
+def _nothing() -> None:
+    """Nobody else can write here."""
 
 
 def save(
@@ -89,6 +96,8 @@ def save(
     step: int | None = None,
     *,
     shards: int = 1,
+    stamp: Stamp | None = None,
+    check: Callable[[], None] = _nothing,
 ) -> Path:
     """Write a checkpoint, wholly or not at all, and return its folder.
 
@@ -103,6 +112,9 @@ def save(
         meta: plain values, as in a history; see `pack` for tuples, tensors and other keys.
         step: local steps done in the next round, 1 or more; None at the end of a round.
         shards: over how many files each shared tensor is spread.
+        stamp: of which run it is.
+        check: is called before the manifest is written and before the folder gets its name; raises where another
+            process writes here now.
 
     Examples:
         >>> import tempfile
@@ -134,15 +146,18 @@ def save(
             "round": round,
             "step": step,
             "shards": shards,
+            "run": stamp,
             "tensors": entries(shared, globals_),
             "nodes": {str(node): entries(its, {(f := node_file(node)): written[f]}) for node, its in own.items()},
             "meta": plain_meta,
         }
         for file in written:  # after all are written, so that the disk may order them as it likes
             disk.sync(fresh / file)
+        check()
         (fresh / MANIFEST).write_bytes(sealed(body))
         disk.sync(fresh / MANIFEST)
         disk.sync(fresh)
+        check()
         put_in_place(fresh, parent / name)
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -174,12 +189,23 @@ def load(path: str | os.PathLike[str], wanted: Wanted | None = None) -> Snapshot
         )
     body = manifest(folder)
     try:
-        tensors, files = _plan(body)
-        snapshot = Snapshot(int(body["round"]), body["step"], tensors.pop(None), {}, decode(body["meta"]))
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise damaged(folder / MANIFEST, f"does not fit format {FORMAT} ({error!r})") from error
+        shapes, files = _plan(body)
+        meta = decode(body["meta"])
+        if type(meta) is not dict:
+            raise TypeError(f"meta is {meta!r}")
+        _check_files(folder, files)
+        # only now, when the sizes on the disk are those of the shapes, is there any memory for them
+        tensors = {
+            owner: {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in own.items()}
+            for owner, own in shapes.items()
+        }
+    except DamagedCheckpoint:
+        raise
+    except UNREADABLE as error:
+        raise damaged(folder / MANIFEST, f"does not fit format {FORMAT} ({error!r:.300})") from error
+    stamp = None if body.get("run") is None else Stamp.stated(body["run"])
+    snapshot = Snapshot(body["round"], body["step"], tensors.pop(None), {}, meta, stamp)
     snapshot.nodes.update((node, its) for node, its in tensors.items() if node is not None)
-    _check_files(folder, files)
     for file, (node, pieces) in files.items():
         own = snapshot.tensors if node is None else snapshot.nodes[node]
         skip = {p.name for p in pieces if wanted is not None and not wanted(node, p.name, p.start, p.stop)}
@@ -198,16 +224,23 @@ def latest(run_folder: str | os.PathLike[str]) -> Path | None:
     return next(reversed(in_order(Path(run_folder) / FOLDER)), None)
 
 
-def load_latest(run_folder: str | os.PathLike[str]) -> Snapshot | None:
+def load_latest(
+    run_folder: str | os.PathLike[str], check: Callable[[Snapshot, Path], None] | None = None
+) -> Snapshot | None:
     """The newest checkpoint that is sound; None where there is none at all.
 
     Damaged newer ones are passed over with a warning. Where all of them are damaged that is an error: to begin again is
     for the user to decide.
+
+    check: is given the newest that can be read; one for which it raises DamagedCheckpoint is passed over too.
     """
     paths = in_order(Path(run_folder) / FOLDER)
     for path in reversed(paths):
         try:
-            return load(path)
+            snapshot = load(path)
+            if check is not None:
+                check(snapshot, path)
+            return snapshot
         except DamagedCheckpoint as error:
             warnings.warn(f"Checkpoint {path} is passed over. {error}", UserWarning, stacklevel=2)
     if paths:
@@ -315,7 +348,7 @@ def put_in_place(fresh: Path, path: Path) -> None:
 
 
 def _check_files(folder: Path, files: Mapping[str, tuple[_Owner, list[Piece]]]) -> None:
-    """Every file there, of its size, and no other; before memory is filled."""
+    """Every file there, of its size, and no other."""
     if extra := {p.name for p in folder.glob("*.safetensors")} - files.keys():
         raise damaged(folder, f"has files that the manifest does not list: {known(extra)}")
     for file, (_, pieces) in files.items():
@@ -346,30 +379,25 @@ def listed(file: str, piece: Piece) -> dict[str, Any]:
     return {"file": file, "start": piece.start, "stop": piece.stop, "sha256": piece.sha256}
 
 
-def sealed(body: Mapping[str, Any]) -> bytes:
-    """A manifest's bytes: JSON, whose first line is the digest of the rest."""
-    lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in body.items())
-    rest = (",\n".join(lines) + "}\n").encode()
-    return _seal(rest) + rest
-
-
-def _seal(rest: bytes) -> bytes:
-    return f'{{"sha256": "{hashlib.sha256(rest).hexdigest()}",\n'.encode()
-
-
 def opened(path: Path) -> dict[str, Any]:
-    """What was sealed in a file."""
+    """What was sealed in a file of a checkpoint."""
     if not path.is_file():
         raise damaged(path, "is missing")
-    first, newline, rest = path.read_bytes().partition(b"\n")
-    if first + newline != _seal(rest):
-        raise damaged(path, "does not fit the digest in its first line")
-    return dict(json.loads(first + newline + rest))
+    try:
+        return unsealed(path)
+    except ValueError as error:
+        raise damaged(path, str(error)) from error
 
 
 def manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint; `meta` as it was encoded."""
+    """The manifest of a checkpoint; `meta` as it was encoded, and tensors as they are listed, not looked at yet."""
     body = opened(folder / MANIFEST)
+    try:
+        _check_manifest(folder, body)
+    except DamagedCheckpoint:
+        raise
+    except UNREADABLE as error:
+        raise damaged(folder / MANIFEST, f"does not fit format {FORMAT} ({error!r:.300})") from error
     if body["format"] > FORMAT:
         raise ValueError(
             f"Checkpoint {folder} has format {body['format']}, this tailopt reads formats up to {FORMAT}. "
@@ -378,24 +406,64 @@ def manifest(folder: Path) -> dict[str, Any]:
     return body
 
 
-def _plan(body: Mapping[str, Any]) -> tuple[dict[_Owner, dict[str, Tensor]], dict[str, tuple[_Owner, list[Piece]]]]:
-    """Memory for all tensors by owner, and what stands in each file, in its order."""
+# What a sealed manifest of somebody who means harm, or of a bug, can end in while it is understood.
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, MemoryError)
+
+
+def _check_manifest(folder: Path, body: Mapping[str, Any]) -> None:
+    """Types and ranges of the plain numbers, before anything is made by them."""
+    if type(body["format"]) is not int or body["format"] < 1:
+        raise ValueError(f"format {body['format']!r}")
+    if body["format"] > FORMAT:
+        return
+    round, step, shards = body["round"], body["step"], body["shards"]
+    name = folder_name(round, step)
+    match = _NAME.fullmatch(folder.name)
+    if match is not None and folder.name.removesuffix(".old") != name:
+        raise ValueError(f"it is the manifest of {name}")
+    if type(shards) is not int or shards < 1:
+        raise ValueError(f"shards {shards!r}")
+    held = sum(1 for _ in folder.glob("global-*.safetensors"))
+    if shards != held:  # also before a name is made for each
+        missing = next(file for i in range(held + 1) if not (folder / (file := global_file(i, shards))).is_file())
+        raise damaged(folder / missing, f"is missing; {shards} such files were written, and {held} are there")
+    if body.get("run") is not None and (stamp := Stamp.stated(body["run"])).history.round > round:
+        raise ValueError(f"the history of {stamp.history.round} rounds after {round}")
+
+
+_Shape = tuple[torch.dtype, tuple[int, ...]]
+
+
+def _plan(body: Mapping[str, Any]) -> tuple[dict[_Owner, dict[str, _Shape]], dict[str, tuple[_Owner, list[Piece]]]]:
+    """Types and shapes of all tensors by owner, and what stands in each file, in its order."""
     owners: dict[_Owner, Mapping[str, Any]] = {None: body["tensors"]}
-    owners |= {int(node): entries for node, entries in body["nodes"].items()}
+    owners |= {int(_whole(node)): entries for node, entries in body["nodes"].items()}
     files: dict[str, tuple[_Owner, list[Piece]]]
     files = {global_file(i, body["shards"]): (None, []) for i in range(body["shards"])}
     files |= {node_file(node): (node, []) for node in owners if node is not None}
-    tensors: dict[_Owner, dict[str, Tensor]] = {owner: {} for owner in owners}
+    shapes: dict[_Owner, dict[str, _Shape]] = {owner: {} for owner in owners}
     for owner, entries in owners.items():
         for name, entry in entries.items():
             dtype, shape = dtype_named(entry["dtype"]), tuple(entry["shape"])
-            tensors[owner][name] = torch.empty(shape, dtype=dtype)
+            if len(shape) > 64 or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
+                raise ValueError(f"tensor {name!r} has the shape {str(shape):.60}")
+            shapes[owner][name] = dtype, shape
             end = 0
             for part in sorted(entry["pieces"], key=lambda part: int(part["start"])):
-                if part["start"] != end or files[part["file"]][0] != owner:
+                start, stop, digest = part["start"], part["stop"], part["sha256"]
+                if type(start) is not int or type(stop) is not int or type(digest) is not str or stop < start:
+                    raise TypeError(f"tensor {name!r} has the piece {part}")
+                if start != end or files[part["file"]][0] != owner:
                     raise ValueError(f"tensor {name!r} has the piece {part} where element {end} should follow")
-                end = part["stop"]
-                files[part["file"]][1].append(Piece(name, dtype, shape, part["start"], end, part["sha256"]))
-            if end != tensors[owner][name].numel():
+                end = stop
+                files[part["file"]][1].append(Piece(name, dtype, shape, start, end, digest))
+            if end != math.prod(shape):
                 raise ValueError(f"tensor {name!r} has the shape {shape}, and its pieces end at {end}")
-    return tensors, {file: (owner, in_file_order(pieces)) for file, (owner, pieces) in files.items()}
+    return shapes, {file: (owner, in_file_order(pieces)) for file, (owner, pieces) in files.items()}
+
+
+def _whole(number: str) -> str:
+    """A node's number as it is written: no sign, no blanks, no other digits than these."""
+    if re.fullmatch(r"0|[1-9][0-9]{0,8}", number) is None:
+        raise ValueError(f"node {number!r}")
+    return number

@@ -11,8 +11,52 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from pathlib import Path
 from uuid import uuid4
+
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def opened(path: Path, flags: int, follow: bool = False) -> int:
+    """A descriptor of a regular file. A pipe is refused and never waited for, a link only where `follow` says so."""
+    flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    if not follow:
+        refuse_strange(path)  # O_NOFOLLOW below is for a link that appears in between
+        flags |= getattr(os, "O_NOFOLLOW", 0)
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError:
+        refuse_strange(path, follow)  # a pipe that nobody reads
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        refuse_strange(path, follow)
+    return descriptor
+
+
+def read(path: Path) -> bytes:
+    """The content of a regular file, or of one that a link leads to."""
+    with os.fdopen(opened(path, os.O_RDONLY, follow=True), "rb") as file:
+        return file.read()
+
+
+def refuse_strange(path: Path, follow: bool = False) -> None:
+    """Raise where something else than a regular file has that name."""
+    try:
+        mode = (path.stat() if follow else path.lstat()).st_mode
+    except OSError:
+        return
+    if not stat.S_ISREG(mode):
+        what = _KINDS.get(stat.S_IFMT(mode), "no regular file")
+        raise ValueError(f"{path} is {what}; need a regular file. Remove it, or bring the file back from a copy.")
 
 
 def sync(path: Path) -> None:
@@ -26,17 +70,22 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace(path: Path, data: bytes) -> None:
-    """Give a file new content, all at once."""
+def replace(path: Path, data: bytes, wait: bool = True) -> None:
+    """Give a file new content, all at once.
+
+    wait: until it is on the disk. Without, a kill still leaves the old content or the new; a power cut may not.
+    """
     fresh = hidden(path)
     try:
         fresh.write_bytes(data)
-        sync(fresh)
+        if wait:
+            sync(fresh)
         os.replace(fresh, path)
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
-    sync(path.parent)
+    if wait:
+        sync(path.parent)
 
 
 def remove(folder: Path) -> None:

@@ -1,37 +1,47 @@
 """A run folder: what was asked, on what machine, what came of it.
 
-    run/  config.toml         the settings; its presence makes the folder a run
-          environment.json    versions, processor, devices
-          history.jsonl       one row a round: equal runs have equal files
-          times.jsonl         the seconds of each round, apart for that reason
-          log.txt             words, with the time of day
-          checkpoints/        see `checkpoints.py`
+    run/  config.toml           the settings; its presence makes the folder a run
+          run.json              the run's id, and config.toml as it was written; see `identity.py`
+          config-changes.jsonl  changes of config.toml that were accepted, if there were any
+          environment.json      versions, processor, devices
+          history.jsonl         one row a round: equal runs have equal files
+          history.seal.json     the digest of these rows; see `ledger.py`
+          times.jsonl           the seconds of each round, apart for that reason
+          log.txt               words, with the time of day
+          lock.json             who writes here now; see `lock.py`
+          checkpoints/          see `checkpoints.py`
 
 One process writes; any number may read meanwhile. What a kill can interrupt is written so that it can be continued.
+Settings, history and checkpoints are checked whenever they are read. Nothing depends on the environment, the times and
+the log, and they are in no digest: where one of them cannot be read a warning says so, and nothing else happens.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import platform
 import re
 import sys
+import warnings
 from collections.abc import Collection, Mapping
 from datetime import datetime, timezone
+from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tailopt.optional import missing
-from tailopt.records import disk, history
+from tailopt.records import checkpoints, disk, history, identity
+from tailopt.records.identity import CHANGES, CONFIG, RUN, SEAL, Identity, needed
+from tailopt.records.ledger import Chain, Ledger, Stamp
 from tailopt.records.shards import digest
 
-CONFIG, ENVIRONMENT, HISTORY, TIMES, LOG = "config.toml", "environment.json", "history.jsonl", "times.jsonl", "log.txt"
+ENVIRONMENT, HISTORY, TIMES, LOG = "environment.json", "history.jsonl", "times.jsonl", "log.txt"
+# What `create` writes before config.toml: alone in a folder these are what a kill left of it.
+BEGUN = (ENVIRONMENT, SEAL, RUN)
+_HIDDEN = tuple(f".{name}." for name in (*BEGUN, CONFIG))
 
 
 class Run:
@@ -50,14 +60,21 @@ class Run:
 
     path: Path
     config: dict[str, Any]
-    environment: dict[str, Any]
+    identity: Identity | None  # None in a folder from before there were ids, until it is resumed
 
-    def __init__(self, path: Path, config: dict[str, Any], environment: dict[str, Any]) -> None:
-        self.path, self.config, self.environment = path, config, environment
-        self._last: int | None = None  # the round of the last row; None until this process first writes one
+    def __init__(self, path: Path, config: dict[str, Any], digest: str, known: Identity | None) -> None:
+        self.path, self.config, self.identity = path, config, known
+        self._digest = digest  # of config.toml: an edit while the run goes on is none of this process's
+        self.ledger = Ledger(path / HISTORY, known.id, known.since) if known else Ledger(path / HISTORY, None)
 
     @classmethod
-    def create(cls, path: str | os.PathLike[str], config: Mapping[str, Any], environment: Mapping[str, Any]) -> Run:
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        config: Mapping[str, Any],
+        environment: Mapping[str, Any],
+        id: str | None = None,
+    ) -> Run:
         """Make the folder of a new run; one that holds anything already is refused.
 
         Args:
@@ -65,29 +82,81 @@ class Run:
             config: settings, as TOML can hold them: strings, numbers, booleans, lists (tuples become lists), dicts.
                 TOML has no None: such a setting is left out.
             environment: plain values, such as those of `environment()`.
+            id: of the run; by default a random one.
         """
         folder = Path(path)
         _refuse_if_used(folder)
         text = _toml(config)
         facts = json.dumps(history.encode(dict(environment), "environment"), indent=2, sort_keys=True, allow_nan=False)
+        known = identity.made(text, id or identity.fresh_id())
         folder.mkdir(parents=True, exist_ok=True)
         disk.replace(folder / ENVIRONMENT, facts.encode() + b"\n")
+        Ledger(folder / HISTORY, known.id).begin()
+        identity.write(folder, known)
         disk.replace(folder / CONFIG, text.encode())  # last: from here on it is a run
         return cls.open(folder)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Run:
-        """The run in a folder. Nothing is written, so that a running one may be looked at."""
+        """The run in a folder. Nothing is written, so that a running one may be looked at.
+
+        Raises:
+            DamagedRecord: config.toml or run.json is not what was written; a run.json that the manifests can tell is
+                warned of.
+        """
         folder = Path(path)
         if not is_run(folder):
             there = history.known(p.name for p in folder.iterdir()) if folder.is_dir() else "no such folder"
             raise FileNotFoundError(
                 f"{folder} is not a run folder: it has no {CONFIG} ({there}). Pass the folder that was given as `run`."
             )
-        text = (folder / CONFIG).read_text(encoding="utf-8")
-        config = _needed("tomllib" if sys.version_info >= (3, 11) else "tomli").loads(text)
-        facts = history.decode(json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8")))
-        return cls(folder, config, facts)
+        data = disk.read(folder / CONFIG)
+        known = identity.of(folder, data)
+        if known is None:
+            text = identity.decoded(folder / CONFIG, data)
+        else:
+            text = identity.check_settings(folder, known, data)
+        return cls(folder, identity.settings(folder / CONFIG, text), identity.digest(data), known)
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """On what machine the run was begun; empty, with a warning, where that cannot be read."""
+        file = self.path / ENVIRONMENT
+        try:
+            facts = history.decode(json.loads(disk.read(file)))
+            if type(facts) is not dict:
+                raise TypeError(f"{facts!r:.60} is no table")
+            return facts
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            warnings.warn(
+                f"{file} cannot be read ({type(error).__name__}: {error}). Nothing depends on it; bring it back from a "
+                "copy to know where the run was begun.",
+                UserWarning,
+                stacklevel=3,
+            )
+            return {}
+
+    @property
+    def stamp(self) -> Stamp:
+        """What a checkpoint says of this run and of what has been written."""
+        if self.identity is None:
+            self._adopt()
+        assert self.identity is not None
+        return Stamp(self.identity.id, self._digest, self.ledger.chain)
+
+    def check(self, snapshot: checkpoints.Snapshot, path: Path) -> None:
+        """Refuse a checkpoint of another run, and a history that is not the one before the checkpoint."""
+        if self.identity is not None:
+            identity.check_stamp(self.path, self.identity, path, snapshot.stamp)
+        self.ledger.check(snapshot.stamp and snapshot.stamp.history)
+
+    def refuse_rows_alone(self) -> None:
+        """Raise where rounds were done and no checkpoint is left of them: to begin again is for the user to decide."""
+        if rows := len(self.history()):
+            raise FileNotFoundError(
+                f"{self.path / checkpoints.FOLDER} holds no checkpoint, and {self.path / HISTORY} has {rows} rows. "
+                "Bring the checkpoints back from a copy, or begin again in another folder."
+            )
 
     def append(self, row: Mapping[str, Any], seconds: Mapping[str, Any]) -> None:
         """Add the row of one round to the history, and its times to theirs.
@@ -111,36 +180,62 @@ class Run:
                 f"Call rewind({number - 1}) first to run it again."
             )
         lines = history.line(row), history.line({**seconds, "round": number})  # both are sound before one is written
-        self._last = None  # where the disk is full, what got there is mended and counted before the next row
-        for name, data in zip((HISTORY, TIMES), lines, strict=True):
-            history.write(self.path / name, data)
-        self._last = number
+        self.ledger.append(lines[0], number)
+        history.mend(self.path / TIMES)
+        history.write(self.path / TIMES, lines[1])
 
     def last(self) -> int:
         """The round of the last row; -1 where there is none. For the process that writes: torn lines are cut off."""
-        if self._last is None:
-            for name in (HISTORY, TIMES):
-                history.mend(self.path / name)
-            self._last = max(history.rounds(self.path / HISTORY), default=-1)
-        return self._last
+        if self.identity is None:
+            self._adopt()
+        return self.ledger.chain.round
 
     def history(self) -> list[dict[str, Any]]:
-        """All rows, as they were appended; tuples were refused, so they are equal to what was given."""
-        return history.read(self.path / HISTORY)
+        """All rows, as they were appended, checked; tuples were refused, so they are equal to what was given."""
+        return self.ledger.read()
 
     def times(self) -> list[dict[str, Any]]:
-        """The seconds of every round; a kill may have cost the last one."""
-        return history.read(self.path / TIMES)
+        """The seconds of every round; a kill may have cost the last one. Lines that cannot be read are left out."""
+        found = []
+        for number, text in enumerate(history.whole_lines(self.path / TIMES), start=1):
+            try:
+                found += history.parsed(self.path / TIMES, [text], first=number)
+            except ValueError as error:
+                warnings.warn(f"{error} It is passed over.", UserWarning, stacklevel=2)
+        return found
 
-    def rewind(self, round: int) -> None:
+    def rewind(self, round: int, known: Chain | None = None) -> None:
         """Drop what came after `round`, to go on from an older checkpoint.
 
         Each file changes at once. A kill between the two leaves times of rounds that the history has not; the same
-        call mends that.
+        call mends that. A folder from before there were ids becomes a run with one here.
+
+        known: what the checkpoint says of the history up to it.
         """
-        for name in (HISTORY, TIMES):
-            history.rewind(self.path / name, round)
-        self._last = None
+        self.ledger.rewind(round, known)
+        times = [row for row in self.times() if row["round"] <= round]
+        after = b"".join(map(history.line, times))
+        if (self.path / TIMES).is_file() and disk.read(self.path / TIMES) != after:
+            disk.replace(self.path / TIMES, after)
+        if self.identity is None:
+            self._adopt()
+
+    def _adopt(self) -> None:
+        """Give a folder from before there were ids what it lacks, and say what nobody could check."""
+        data = disk.read(self.path / CONFIG)
+        rows = self.ledger.chain
+        text = identity.decoded(self.path / CONFIG, data)
+        self.identity = identity.made(text, identity.fresh_id(), identity.seals(self.path), rows)
+        identity.write(self.path, self.identity)
+        self.ledger = Ledger(self.path / HISTORY, self.identity.id, rows)
+        self.ledger.rewind(rows.round, rows)  # writes the seal
+        said = (
+            f"{self.path} was begun by an older version, without a run id, a digest of {CONFIG} and one of {HISTORY}: "
+            f"whether the settings and the first {rows.rows} rows are those of the run could not be checked. From here "
+            "on they are."
+        )
+        warnings.warn(said, UserWarning, stacklevel=4)
+        self.log(said)
 
     def log(self, text: str) -> None:
         """Add a line of words, with the time of day (UTC)."""
@@ -149,9 +244,9 @@ class Run:
 
     def sync(self) -> None:
         """Wait until history and times are on the disk: before a checkpoint that follows them is written."""
-        for name in (HISTORY, TIMES):
-            if (self.path / name).is_file():
-                disk.sync(self.path / name)
+        self.ledger.sync()
+        if (self.path / TIMES).is_file():
+            disk.sync(self.path / TIMES)
         disk.sync(self.path)
 
 
@@ -165,19 +260,47 @@ def opened(
 ) -> Run:
     """A new run folder, or with `resume` the one that is there, if it is of the same run.
 
-    free: settings that may be others in a resumed run.
+    free: settings that may be others in a resumed run; the log says which were.
     """
-    if not (resume and is_run(path)):
-        return Run.create(path, config, environment())
-    found = Run.open(path)
+    folder = Path(path)
+    if not (resume and is_run(folder)):
+        return Run.create(folder, config, environment())
+    for name in (HISTORY, SEAL, TIMES, LOG, CHANGES):
+        disk.refuse_strange(folder / name)
+    found = Run.open(folder)
+    others = []
     for key in sorted(config.keys() | found.config.keys()):
         then, now = found.config.get(key), as_stored(config.get(key))
-        if key not in free and then != now and not (then is None and now in ({}, None)):
+        if then == now or (then is None and now in ({}, None)):
+            continue
+        if key not in free:
             raise ValueError(
-                f"This run cannot be resumed with another {key}: it is {then!r} in {Path(path)}, and {now!r} here. "
+                f"This run cannot be resumed with another {key}: it is {then!r} in {folder}, and {now!r} here. "
                 "Use the same, or another run folder."
             )
+        others.append(f"{key} = {now!r}, where {CONFIG} has {then!r}")
+    if found.identity is not None:
+        identity.mend(folder, found.identity)
+    found.environment  # noqa: B018  # warns where it is damaged
+    if others:
+        found.log(f"resumed with {'; '.join(others)}")
     return found
+
+
+def accept_config(path: str | os.PathLike[str]) -> list[list[Any]] | None:
+    """Accept a change that was made to config.toml by hand: the run goes on with it from its last checkpoint.
+
+    Returns [setting, before, after] for each setting that is another one; None where nothing had changed.
+    """
+    folder = Path(path)
+    if not is_run(folder):
+        Run.open(folder)  # which says what is wrong
+    last = checkpoints.latest(folder)
+    round = checkpoints.at(last)[0] if last is not None else 0
+    difference = identity.accept(folder, round)
+    if difference is not None:
+        Run.open(folder).log(f"accepted after round {round} that in {CONFIG} {identity.told(difference)}")
+    return difference
 
 
 def storable(value: Any) -> Any:
@@ -252,7 +375,7 @@ def _refuse_if_used(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file; need a folder. Pass another path.")
     there = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
-    if there := {name for name in there if name != ENVIRONMENT and not name.startswith((".environment", ".config"))}:
+    if there := {name for name in there if name not in BEGUN and not name.startswith(_HIDDEN)}:
         raise FileExistsError(
             f"{folder} is not empty: it holds {history.known(there)}. Pass resume=True to go on with the run in it, or "
             "another folder for a new run."
@@ -261,7 +384,7 @@ def _refuse_if_used(folder: Path) -> None:
 
 def _toml(config: Mapping[str, Any]) -> str:
     """Settings as TOML."""
-    return str(_needed("tomli_w").dumps(_settings(dict(config), "config")))
+    return str(needed("tomli_w").dumps(_settings(dict(config), "config")))
 
 
 def _settings(value: Any, path: str) -> Any:
@@ -280,11 +403,3 @@ def _settings(value: Any, path: str) -> Any:
         f"{path} is {history.kind(value)}; only bool, int, float, str, lists and dicts can be written to {CONFIG}. "
         "Write its name, or leave it out."
     )
-
-
-def _needed(package: str) -> ModuleType:
-    """A package that only records need."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise missing(f"Run folders need {package}", package.replace("_", "-"), "runs") from error

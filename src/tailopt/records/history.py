@@ -47,17 +47,24 @@ def line(row: Mapping[str, Any]) -> bytes:
 
 def write(path: Path, data: bytes) -> None:
     """Add bytes to the end of a file in one call of the system, as long as it takes them."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+    descriptor = disk.opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         while data:
             data = data[os.write(descriptor, data) :]
+    except OSError as error:  # the system names no file here
+        raise OSError(error.errno, f"{error.strerror}. Make room, and resume the run", str(path)) from error
     finally:
         os.close(descriptor)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     """All whole rows of a file; none where there is no file."""
-    return [_row(path, number, text) for number, text in enumerate(whole_lines(path), start=1)]
+    return parsed(path, whole_lines(path))
+
+
+def parsed(path: Path, lines: Iterable[bytes], first: int = 1) -> list[dict[str, Any]]:
+    """Lines as rows; messages call them lines of `path`, from the number `first` on."""
+    return [_row(path, number, text) for number, text in enumerate(lines, start=first)]
 
 
 def rounds(path: Path) -> list[int]:
@@ -67,10 +74,11 @@ def rounds(path: Path) -> list[int]:
 
 def whole_lines(path: Path) -> list[bytes]:
     """The lines of a file, newlines included, without the torn last one that a kill may have left."""
-    if not path.is_file():
+    try:
+        data = disk.read(path)
+    except FileNotFoundError:
         return []
-    data = path.read_bytes()
-    return data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+    return [text + b"\n" for text in data.split(b"\n")[:-1]]
 
 
 def mend(path: Path) -> None:
@@ -176,10 +184,13 @@ def _row(path: Path, number: int, text: bytes) -> dict[str, Any]:
     """One line as a row."""
     try:
         row = decode(json.loads(text))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"{path}, line {number}: {text[:60]!r} is no row ({error}). Remove or mend that line."
+            f"{path}, line {number}: {text[:60]!r} is no row ({error}). Bring the file back from a copy, or mend that "
+            "line."
         ) from error
     if type(row) is not dict or type(row.get("round")) is not int:
-        raise ValueError(f"{path}, line {number}: {text[:60]!r} has no round. Remove or mend that line.")
+        raise ValueError(
+            f"{path}, line {number}: {text[:60]!r} has no round. Bring the file back from a copy, or mend that line."
+        )
     return row

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from tailopt.records import checkpoints, disk
 from tailopt.records.history import decode, encode
+from tailopt.records.ledger import Stamp
+from tailopt.records.seals import sealed
 from tailopt.records.shards import Piece, dtype_name, in_file_order, plain, split, write_file
 
 PATIENCE = 10.0  # seconds until a folder that one machine made must be seen by the others
@@ -77,7 +79,7 @@ def write(
         "own": checkpoints.entries(mine, {files[1]: kept}),
         "meta": encode(dict(meta), "meta"),
     }
-    (fresh / _part(writer)).write_bytes(checkpoints.sealed(part))
+    (fresh / _part(writer)).write_bytes(sealed(part))
     for file in (*files, _part(writer)):
         disk.sync(fresh / file)
 
@@ -88,11 +90,14 @@ def finish(
     step: int | None,
     writers: int,
     meta: Callable[[list[dict[str, Any]]], Mapping[str, Any]],
+    stamp: Stamp | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Path:
     """Make the parts of all writers one checkpoint, and give it its name.
 
     Args:
         meta: the writers' metas, by number -> the checkpoint's.
+        stamp, check: as for `checkpoints.save`.
     """
     parts = [checkpoints.opened(fresh / _part(writer)) for writer in range(writers)]
     shared: dict[str, Any] = {}
@@ -110,16 +115,19 @@ def finish(
         "round": round,
         "step": step,
         "shards": writers,
+        "run": stamp,
         "tensors": shared,
         "nodes": {str(writer): part["own"] for writer, part in enumerate(parts)},
         "meta": encode(dict(meta([decode(part["meta"]) for part in parts])), "meta"),
     }
-    (fresh / checkpoints.MANIFEST).write_bytes(checkpoints.sealed(body))
+    check()
+    (fresh / checkpoints.MANIFEST).write_bytes(sealed(body))
     disk.sync(fresh / checkpoints.MANIFEST)
     for writer in range(writers):
         (fresh / _part(writer)).unlink()
     disk.sync(fresh)
     path = fresh.with_name(checkpoints.folder_name(round, step))
+    check()
     checkpoints.put_in_place(fresh, path)
     return path
 
