@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tailopt.records import history
+from tailopt.records import disk, history
 from tailopt.records.ledger import Chain, Ledger, chained
 from tailopt.records.seals import DamagedRecord
 
@@ -112,7 +112,7 @@ def test_a_kill_in_the_middle_of_cutting_is_no_damage(ledger: Ledger) -> None:
 
 def test_a_row_whose_digest_did_not_fit_on_the_disk(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patch.setattr(disk, "overwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(OSError, match="No space"):
             ledger.append(line(6), 6)
     assert len(again(ledger).read()) == 6 and ledger.chain.rows == 6
@@ -124,7 +124,7 @@ WRITER = """
 import sys
 from itertools import count
 from pathlib import Path
-from tailopt.records import history
+from tailopt.records import disk, history
 from tailopt.records.ledger import Ledger
 ledger = Ledger(Path(sys.argv[1]), sys.argv[2])
 luck = __import__("random").Random(int(sys.argv[3]))

@@ -70,22 +70,34 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace(path: Path, data: bytes, wait: bool = True) -> None:
-    """Give a file new content, all at once.
-
-    wait: until it is on the disk. Without, a kill still leaves the old content or the new; a power cut may not.
-    """
+def replace(path: Path, data: bytes) -> None:
+    """Give a file new content, all at once."""
     fresh = hidden(path)
     try:
         fresh.write_bytes(data)
-        if wait:
-            sync(fresh)
+        sync(fresh)
         os.replace(fresh, path)
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
-    if wait:
-        sync(path.parent)
+    sync(path.parent)
+
+
+def overwrite(path: Path, data: bytes) -> bool:
+    """Give a file new content of the same length, in one call of the system; False where it has another length.
+
+    A kill leaves the old content or the new, a power cut may leave a part of each. Nothing waits for the disk.
+    """
+    try:
+        descriptor = opened(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        if os.fstat(descriptor).st_size != len(data):
+            return False
+        return os.write(descriptor, data) == len(data)
+    finally:
+        os.close(descriptor)
 
 
 def remove(folder: Path) -> None:

@@ -64,6 +64,7 @@ class Run:
 
     def __init__(self, path: Path, config: dict[str, Any], digest: str, known: Identity | None) -> None:
         self.path, self.config, self.identity = path, config, known
+        self._whole = False  # whether times.jsonl is known to end with a whole line
         self._digest = digest  # of config.toml: an edit while the run goes on is none of this process's
         self.ledger = Ledger(path / HISTORY, known.id, known.since) if known else Ledger(path / HISTORY, None)
 
@@ -181,8 +182,11 @@ class Run:
             )
         lines = history.line(row), history.line({**seconds, "round": number})  # both are sound before one is written
         self.ledger.append(lines[0], number)
-        history.mend(self.path / TIMES)
+        if not self._whole:
+            history.mend(self.path / TIMES)
+        self._whole = False  # where the disk is full, a part of the line may be there
         history.write(self.path / TIMES, lines[1])
+        self._whole = True
 
     def last(self) -> int:
         """The round of the last row; -1 where there is none. For the process that writes: torn lines are cut off."""

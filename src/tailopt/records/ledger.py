@@ -3,12 +3,15 @@
     h_0 = sha256(""),    h_t = sha256(h_{t-1} + row t, newline included)
 
     history.jsonl         the rows
-    history.seal.json     the run, how many rows, the round of the last, h of it; replaced after every row
+    history.seal.json     the run, how many rows, the round of the last, h of it; written again after every row
 
 The row is written first. A kill between the two leaves one whole row, or a torn one, beyond the seal: no damage.
 Anything else that does not fit is damage. A checkpoint holds the same three numbers, so a resume needs no seal: it
 checks the rows up to the checkpoint, cuts the others off and writes the seal again. While rows are cut off the seal
 says so, and readers pass over what is beyond it.
+
+The seal has a fixed length and is overwritten in one call of the system, which a kill does not interrupt. To rename a
+new one over it would take as long as two rounds of a small simulation: ext4 then starts to write to the disk.
 
 The chain starts at the first row, also in a folder whose first rows were written before there were chains: what these
 rows were when the run was first resumed is what later readers hold them to.
@@ -27,6 +30,7 @@ from tailopt.records import disk, history
 from tailopt.records.seals import DamagedRecord, sealed, unsealed
 
 _ATTEMPTS = 5  # of a reader that meets a writer
+_LENGTH = 512  # of a seal
 
 
 class Chain(NamedTuple):
@@ -200,26 +204,32 @@ class Ledger:
         disk.replace(self.path, b"".join(lines))
 
     def _write(self, chain: Chain, cut: bool = False, wait: bool = False) -> None:
-        if self.run is not None:
-            disk.replace(self.seal, sealed({"run": self.run, "chain": list(chain), "cut": cut}), wait)
+        if self.run is None:
+            return
+        data = sealed({"run": self.run, "chain": list(chain), "cut": cut}, _LENGTH)
+        if wait or len(data) != _LENGTH or not disk.overwrite(self.seal, data):
+            disk.replace(self.seal, data)
 
     def _sealed(self) -> tuple[Chain, bool] | None:
         """What the seal says, and whether rows beyond it are being cut off; None in a folder from before."""
         if self.run is None:
             return None
-        try:
-            body = unsealed(self.seal)
-            if body["run"] != self.run:
-                raise ValueError(f"is of the run {body['run']!r}, and this is {self.run}")
-            if type(body["cut"]) is not bool:
-                raise ValueError(f"says cut={body['cut']!r}")
-            return Chain.stated(body["chain"]), body["cut"]
-        except FileNotFoundError:
-            if self.since is not None:
-                return self.since, False
-            wrong = "is missing"
-        except (ValueError, KeyError, TypeError) as error:
-            wrong = str(error)
+        for attempt in range(_ATTEMPTS):  # a reader may see half of a seal that is being overwritten
+            time.sleep(0.002 * attempt)
+            try:
+                body = unsealed(self.seal)
+                if body["run"] != self.run:
+                    raise ValueError(f"is of the run {body['run']!r}, and this is {self.run}")
+                if type(body["cut"]) is not bool:
+                    raise ValueError(f"says cut={body['cut']!r}")
+                return Chain.stated(body["chain"]), body["cut"]
+            except FileNotFoundError:
+                if self.since is not None:
+                    return self.since, False
+                wrong = "is missing"
+                break
+            except (ValueError, KeyError, TypeError) as error:
+                wrong = str(error)
         raise DamagedRecord(
             f"{self.seal} {wrong}, so {self.path.name} cannot be checked. Bring it back from a copy; a resume of the "
             "run checks the rows by its checkpoint, and writes it again."

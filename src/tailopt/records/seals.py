@@ -25,10 +25,11 @@ class DamagedRecord(RuntimeError):
     """A file of a run folder outside its checkpoints is not what was written: missing, cut, changed or another's."""
 
 
-def sealed(body: Mapping[str, Any]) -> bytes:
-    """The bytes of a sealed file."""
+def sealed(body: Mapping[str, Any], length: int = 0) -> bytes:
+    """The bytes of a sealed file; blanks at its end fill it up to a length."""
     lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in body.items())
-    rest = (",\n".join(lines) + "}\n").encode()
+    rest = (",\n".join(lines) + "}").encode()
+    rest = rest.ljust(length - len(_seal(b"")) - 1) + b"\n"
     return _seal(rest) + rest
 
 
