@@ -88,9 +88,8 @@ def one_node(rank: int, out: str, run: str, stop: int | None, settings: dict[str
         warnings.simplefilter("always")
         try:
             dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=NODES)
-            opt = tailopt.NestedOptimizer.from_algorithm(
-                model, algorithm(), local_steps=STEPS, run=run, timeout=20.0, **{"rounds": ROUNDS, **settings}
-            )
+            given = {"rounds": ROUNDS, "timeout": 20.0, **settings}
+            opt = tailopt.NestedOptimizer.from_algorithm(model, algorithm(), local_steps=STEPS, run=run, **given)
             while not opt.finished:
                 t, step = opt.node.round + 1, opt.taken % STEPS
                 if (t, step) == (stop, 1):

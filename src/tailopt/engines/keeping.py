@@ -134,11 +134,14 @@ class Keeper:
     story: list[str] = field(default_factory=list)
     last: Path | None = None  # the checkpoint that all nodes wrote, or found sound
     _rows: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    _rounds: int | None = None  # in all; the folder is let go after them
     _began: float = field(default_factory=time.perf_counter)
     _slowest: int | None = None  # the node that was last named so in the log
 
     def open(self, config: Mapping[str, Any], resume: bool) -> None:
         """A new run folder, or with `resume` the one that is there, if it is of the same run."""
+
+        self._rounds = config.get("rounds")
 
         def first() -> None:
             if self.crew.number == 0:
@@ -217,6 +220,8 @@ class Keeper:
         def begin() -> str:
             if self.run is None:
                 return ""
+            self.run.hold()
+            self.run.check_lock()
             self._write_rows()
             self.run.sync()
             return together.begin(self.folder, *moment).name
@@ -246,7 +251,7 @@ class Keeper:
                 def meta(parts: list[dict[str, Any]]) -> dict[str, Any]:
                     return {**_merged(names, buffers, average, parts), **more}
 
-                together.finish(fresh, *moment, self.crew.count, meta, self.run.stamp)
+                together.finish(fresh, *moment, self.crew.count, meta, self.run.stamp, self.run.check_lock)
 
         try:
             answers = self._ask(begin, OSError)
@@ -272,6 +277,8 @@ class Keeper:
                 checkpoints.prune(self.folder, self.keep)
             except OSError as error:
                 self.log(f"Older checkpoints could not be removed: {error}.")
+            if node.round == self._rounds:  # another process may go on from here
+                self.run.close()
         return True
 
     def resume(self, node: Node) -> tuple[Snapshot, Path] | None:

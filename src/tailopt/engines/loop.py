@@ -21,6 +21,7 @@ from tailopt.engines.progress import Progress
 from tailopt.engines.sequential import moved
 from tailopt.records import checkpoints
 from tailopt.records.folder import Run
+from tailopt.records.lock import LostLock
 from tailopt.rounds.drops import DROPPED, Drops
 from tailopt.rounds.participants import Participants, Sampling
 from tailopt.rounds.robust import Aggregate
@@ -103,7 +104,7 @@ class Loop:
         except BaseException as error:
             # in the middle of finishing a round the state is ahead of the history; then the last checkpoint stands
             settled = state.round == (self.history[-1]["round"] if self.history else 0) and not self._finishing
-            if self.run is not None:
+            if self.run is not None and not isinstance(error, LostLock):  # else the folder is another's
                 if settled and state.round > saved and not isinstance(error, checkpoints.DamagedCheckpoint):
                     saved = self._save(state)
                 where = " ".join(getattr(error, "__notes__", ()))
@@ -164,6 +165,7 @@ class Loop:
     def _save(self, state: Synchronised) -> int:
         if self.run is None:
             return state.round
+        self.run.check_lock()
         self.run.sync()
         save(self.run, state, self.engine)
         checkpoints.prune(self.run.path, self.keep)
@@ -190,7 +192,7 @@ def save(run: Run, state: Synchronised, engine: Engine) -> Path:
         held, own[str(node)] = checkpoints.pack({"weights": at.weights, "buffers": at.buffers}, "own")
         nodes[node] = {**nodes.get(node, {}), **held}
     meta = {"global": packed, "inner": plain, "own": own, "taken": engine.taken, "probe": engine.probe}
-    return checkpoints.save(run.path, state.round, tensors, nodes, meta, stamp=run.stamp)
+    return checkpoints.save(run.path, state.round, tensors, nodes, meta, stamp=run.stamp, check=run.check_lock)
 
 
 def restore(snapshot: checkpoints.Snapshot, state: Synchronised, engine: Engine) -> None:

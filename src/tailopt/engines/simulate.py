@@ -232,16 +232,20 @@ def simulate(
         on_drop=on_drop,
     )
     with _own_randomness(place):
-        if run is not None:
-            loop.run = opened(run, config, resume)
-            if resume:
-                _resume(loop, state)
         try:
-            loop.go(state)
-        finally:  # a model changed in place holds a whole round, also where one was broken off
-            worker.show(state.weights, state.buffers)
-            for module, training in modes:
-                module.training = training
+            if run is not None:
+                loop.run = opened(run, config, resume)
+                if resume:
+                    _resume(loop, state)
+            try:
+                loop.go(state)
+            finally:  # a model changed in place holds a whole round, also where one was broken off
+                worker.show(state.weights, state.buffers)
+                for module, training in modes:
+                    module.training = training
+        finally:
+            if loop.run is not None:
+                loop.run.close()
         mean = None
         if state.average is not None:
             mean = copy.deepcopy(working)

@@ -36,11 +36,12 @@ from torch import Tensor
 from tailopt.records import checkpoints, disk, history, identity
 from tailopt.records.identity import CHANGES, CONFIG, RUN, SEAL, Identity, needed
 from tailopt.records.ledger import Chain, Ledger, Stamp
+from tailopt.records.lock import LOCK, Lock
 from tailopt.records.shards import digest
 
 ENVIRONMENT, HISTORY, TIMES, LOG = "environment.json", "history.jsonl", "times.jsonl", "log.txt"
 # What `create` writes before config.toml: alone in a folder these are what a kill left of it.
-BEGUN = (ENVIRONMENT, SEAL, RUN)
+BEGUN = (ENVIRONMENT, SEAL, RUN, LOCK)
 _HIDDEN = tuple(f".{name}." for name in (*BEGUN, CONFIG))
 
 
@@ -64,6 +65,7 @@ class Run:
 
     def __init__(self, path: Path, config: dict[str, Any], digest: str, known: Identity | None) -> None:
         self.path, self.config, self.identity = path, config, known
+        self.lock: Lock | None = None  # None for readers
         self._whole = False  # whether times.jsonl is known to end with a whole line
         self._digest = digest  # of config.toml: an edit while the run goes on is none of this process's
         self.ledger = Ledger(path / HISTORY, known.id, known.since) if known else Ledger(path / HISTORY, None)
@@ -151,6 +153,25 @@ class Run:
             identity.check_stamp(self.path, self.identity, path, snapshot.stamp)
         self.ledger.check(snapshot.stamp and snapshot.stamp.history)
 
+    def hold(self) -> None:
+        """Make this process the writer of the folder, if it is not; Locked where there is another."""
+        if self.lock is None:
+            self.lock = Lock(self.path, self._id())
+
+    def check_lock(self) -> None:
+        """Raise LostLock where another process took the folder over: before anything is written."""
+        if self.lock is not None:
+            self.lock.check()
+
+    def close(self) -> None:
+        """Let other processes write here."""
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
+
+    def _id(self) -> str:
+        return "" if self.identity is None else self.identity.id
+
     def refuse_rows_alone(self) -> None:
         """Raise where rounds were done and no checkpoint is left of them: to begin again is for the user to decide."""
         if rows := len(self.history()):
@@ -181,6 +202,7 @@ class Run:
                 f"Call rewind({number - 1}) first to run it again."
             )
         lines = history.line(row), history.line({**seconds, "round": number})  # both are sound before one is written
+        self.check_lock()
         self.ledger.append(lines[0], number)
         if not self._whole:
             history.mend(self.path / TIMES)
@@ -267,10 +289,30 @@ def opened(
     free: settings that may be others in a resumed run; the log says which were.
     """
     folder = Path(path)
-    if not (resume and is_run(folder)):
-        return Run.create(folder, config, environment())
-    for name in (HISTORY, SEAL, TIMES, LOG, CHANGES):
-        disk.refuse_strange(folder / name)
+    if resume and is_run(folder):
+        for name in (HISTORY, SEAL, TIMES, LOG, CHANGES):
+            disk.refuse_strange(folder / name)
+        id = Run.open(folder)._id()
+    else:
+        _refuse_if_used(folder)
+        _toml(config)
+        id = identity.fresh_id()
+        folder.mkdir(parents=True, exist_ok=True)
+    lock = Lock(folder, id)  # from here on nobody else changes anything
+    try:
+        if resume and is_run(folder):
+            found = _same_run(folder, config, free)
+        else:
+            found = Run.create(folder, config, environment(), id)
+    except BaseException:
+        lock.release()
+        raise
+    found.lock = lock
+    return found
+
+
+def _same_run(folder: Path, config: Mapping[str, Any], free: Collection[str]) -> Run:
+    """The run in a folder, if its settings are these."""
     found = Run.open(folder)
     others = []
     for key in sorted(config.keys() | found.config.keys()):
@@ -299,12 +341,16 @@ def accept_config(path: str | os.PathLike[str]) -> list[list[Any]] | None:
     folder = Path(path)
     if not is_run(folder):
         Run.open(folder)  # which says what is wrong
-    last = checkpoints.latest(folder)
-    round = checkpoints.at(last)[0] if last is not None else 0
-    difference = identity.accept(folder, round)
-    if difference is not None:
-        Run.open(folder).log(f"accepted after round {round} that in {CONFIG} {identity.told(difference)}")
-    return difference
+    lock = Lock(folder, "")
+    try:
+        last = checkpoints.latest(folder)
+        round = checkpoints.at(last)[0] if last is not None else 0
+        difference = identity.accept(folder, round)
+        if difference is not None:
+            Run.open(folder).log(f"accepted after round {round} that in {CONFIG} {identity.told(difference)}")
+        return difference
+    finally:
+        lock.release()
 
 
 def storable(value: Any) -> Any:
