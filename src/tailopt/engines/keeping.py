@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 TEXT = 1000  # bytes of a message between nodes
 FREE = ("rounds", "nodes", "weights")  # settings that may be others in a resumed run
+# of the meta of a checkpoint
+NEEDED = {"writers": int, "story": list, "taken": list, "single": list, "nodes": dict, "global": dict}
 
 Found = TypeVar("Found")
 
@@ -286,7 +288,7 @@ class Keeper:
 
         History, log and later checkpoints follow. Nothing has been put into `node`.
         """
-        found = self._newest(lambda path: self._of_this_run(read(path, node), path))
+        found = self._newest(lambda path: self._sound(path, node))
         if found is None:
             self._ask(self.run.refuse_rows_alone if self.run is not None else lambda: None)
             return None
@@ -323,7 +325,16 @@ class Keeper:
         rows = history.read(self.folder / HISTORY) if self.run is None else self.run.history()
         return [row for row in rows if row["round"] <= round]
 
-    def _of_this_run(self, snapshot: Snapshot, path: Path) -> Snapshot:
+    def _sound(self, path: Path, node: Node) -> Snapshot:
+        """A checkpoint that can be read; node 0 also looks whether it is of this run."""
+        try:
+            snapshot = read(path, node)
+            for key, kind in NEEDED.items():
+                if type(snapshot.meta[key]) is not kind:
+                    raise TypeError(f"{key} is {snapshot.meta[key]!r:.60}")
+        except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+            manifest = path / checkpoints.MANIFEST
+            raise checkpoints.damaged(manifest, f"lacks what a node needs ({error!r:.300})") from error
         if self.run is not None:
             self.run.check(snapshot, path)
         return snapshot

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -195,9 +195,43 @@ def save(run: Run, state: Synchronised, engine: Engine) -> Path:
     return checkpoints.save(run.path, state.round, tensors, nodes, meta, stamp=run.stamp, check=run.check_lock)
 
 
+def check(run: Run, snapshot: checkpoints.Snapshot, path: Path) -> None:
+    """Refuse a checkpoint of another run; DamagedCheckpoint for one that `restore` could not read."""
+    run.check(snapshot, path)
+    try:
+        _held(snapshot)
+    except checkpoints.UNREADABLE as error:
+        raise checkpoints.damaged(path / checkpoints.MANIFEST, f"lacks what a run needs ({error!r:.300})") from error
+
+
+class _Held(NamedTuple):
+    shared: dict[str, Any]  # weights, buffers, outer, average
+    taken: list[int]
+    probe: dict[str, Any]
+    kept: dict[int, list[State]]
+    own: dict[int, Own]
+
+
+def _held(snapshot: checkpoints.Snapshot) -> _Held:
+    """What a checkpoint holds, in the form in which it was given to `save`."""
+    meta, nodes = snapshot.meta, snapshot.nodes
+    shared = checkpoints.unpack(snapshot.tensors, meta["global"])
+    own = meta.get("own", {})  # not in checkpoints from before
+    if meta["probe"] and not meta["probe"].keys() >= {"node", "round", "taken", "digest"}:
+        raise KeyError(f"probe has {sorted(meta['probe'])}")
+    return _Held(
+        {key: shared[key] for key in ("weights", "buffers", "outer", "average")},
+        [int(steps) for steps in meta["taken"]],
+        dict(meta["probe"]),
+        {int(n): checkpoints.unpack(nodes[int(n)], packed) for n, packed in meta["inner"].items()},
+        {int(n): Own(**checkpoints.unpack(nodes[int(n)], packed)) for n, packed in own.items()},
+    )
+
+
 def restore(snapshot: checkpoints.Snapshot, state: Synchronised, engine: Engine) -> None:
     """Put a checkpoint into a fresh state and engine; refuses one of another model."""
-    found = checkpoints.unpack(snapshot.tensors, snapshot.meta["global"])
+    held = _held(snapshot)
+    found = held.shared
     if list(found["weights"]) != state.names:
         other = sorted(set(found["weights"]) ^ set(state.names)) or ["the same names in another order"]
         raise ValueError(f"The checkpoint is of another model: {', '.join(other[:5])} stand in one of them only.")
@@ -223,9 +257,4 @@ def restore(snapshot: checkpoints.Snapshot, state: Synchronised, engine: Engine)
     if found["average"] is not None:
         state.average = [found["average"][name].to(device) for name in state.names]
     state.round = snapshot.round
-    engine.taken = list(snapshot.meta["taken"])
-    engine.probe = dict(snapshot.meta["probe"])
-    inner = snapshot.meta["inner"]
-    engine.kept = {int(n): checkpoints.unpack(snapshot.nodes[int(n)], packed) for n, packed in inner.items()}
-    own = snapshot.meta.get("own", {})  # not in checkpoints from before
-    engine.own = {int(n): Own(**checkpoints.unpack(snapshot.nodes[int(n)], packed)) for n, packed in own.items()}
+    engine.taken, engine.probe, engine.kept, engine.own = held.taken, held.probe, held.kept, held.own

@@ -23,7 +23,7 @@ from tailopt.engines.arguments import (
     checked_loggers,
     checked_seed,
 )
-from tailopt.engines.loop import Evaluate, Loop, restore
+from tailopt.engines.loop import Evaluate, Loop, check, restore
 from tailopt.engines.sequential import PRECISIONS, Sequential, trainable
 from tailopt.engines.sources import BatchFunction, FromData, FromFunction, LossFunction, Source
 from tailopt.records import checkpoints
@@ -321,7 +321,7 @@ def _device_of(model: torch.nn.Module) -> torch.device:
 def _resume(loop: Loop, state: Synchronised) -> None:
     run = loop.run
     assert run is not None
-    snapshot = checkpoints.load_latest(run.path, run.check)
+    snapshot = checkpoints.load_latest(run.path, lambda snapshot, path: check(run, snapshot, path))
     if snapshot is None:
         run.refuse_rows_alone()
         return

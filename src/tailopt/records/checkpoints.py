@@ -50,8 +50,11 @@ from tailopt.records.shards import (
 
 __all__ = [
     "FORMAT",
+    "MANIFEST",
+    "UNREADABLE",
     "DamagedCheckpoint",
     "Snapshot",
+    "damaged",
     "digest",
     "every",
     "latest",
@@ -60,6 +63,7 @@ __all__ = [
     "pack",
     "prune",
     "save",
+    "sealed",
     "unpack",
 ]
 
@@ -407,7 +411,7 @@ def manifest(folder: Path) -> dict[str, Any]:
 
 
 # What a sealed manifest of somebody who means harm, or of a bug, can end in while it is understood.
-UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, MemoryError)
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, MemoryError)
 
 
 def _check_manifest(folder: Path, body: Mapping[str, Any]) -> None:
