@@ -80,8 +80,11 @@ def test_a_run_of_two_classes_of_torch_is_listed_and_compared(
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (lambda run: (run / "config.toml").write_text("rounds = ["), "Invalid value"),
-        (lambda run: (run / "config.toml").write_text("rounds = 2\n"), "names no algorithm"),
+        (lambda run: (run / "config.toml").write_text("rounds = ["), "it is no TOML any more"),
+        (
+            lambda run: (run / "config.toml").write_text("rounds = 2\n"),
+            "algorithm is not there",
+        ),
         (lambda run: (run / "history.jsonl").write_text("no JSON\n{}\n"), "history.jsonl"),
     ],
 )

@@ -411,7 +411,7 @@ class NestedOptimizer(Optimizer):
             self._peers.can_go_on_from(self._keeper.last_good if self._keeper is not None else lambda: NO_RUN_FOLDER)
         in_the_middle = self._gone_on(resume)
         if model is not None and self._keeper is not None:
-            self._inputs = FirstInputs(model, self._first_inputs, self.resumed is not None)
+            self._inputs = FirstInputs(model, self._first_inputs, self.resumed is not None, in_the_middle)
         if not in_the_middle:
             self._await_own_round()
         elif self._inputs is not None:

@@ -59,9 +59,16 @@ class FirstInputs:
     The digest is formed where the inputs are and read at the end of the round, so that a GPU is not waited for.
     """
 
-    def __init__(self, model: torch.nn.Module, first: Sequence[int] = (), resumed: bool = False) -> None:
-        self.first = list(first)  # of the first two rounds in which this node took part
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        first: Sequence[int] = (),
+        resumed: bool = False,
+        in_the_middle: bool = False,
+    ) -> None:
+        self._first = list(first)  # of the first two rounds in which this node took part
         self._resumed = resumed
+        self._known = in_the_middle  # whether the first inputs of this round were looked at before the resume
         self._armed = False
         self._pending: Tensor | None = None  # a digest that has not been read yet
         self._handle: Any = model.register_forward_pre_hook(self._look, with_kwargs=True)
@@ -70,24 +77,29 @@ class FirstInputs:
         """A round of this node begins."""
         self._armed = self._handle is not None
 
+    @property
+    def first(self) -> list[int]:
+        """The digests of the first two rounds, as far as they are known: what a checkpoint keeps."""
+        if self._pending is None or self._known or len(self._first) == 2:
+            return list(self._first)
+        return [*self._first, int(self._pending)]
+
     def end(self, t: int) -> None:
         """Read what was looked at in a round."""
         if self._handle is None:
             return
         self._armed = False
-        found, self._pending = (int(self._pending) if self._pending is not None else None), None
-        if found is not None and self._resumed and len(self.first) == 2 and self.first[0] != self.first[1]:
-            if found == self.first[0]:
-                warnings.warn(
-                    f"The data start again: the first inputs after the resume (round {t}) are those of the first "
-                    "round. Restore the position in the data: keep it in `extra`, and read it from `resumed.extra`.",
-                    UserWarning,
-                    stacklevel=4,
-                )
-        elif found is not None and len(self.first) < 2:
-            self.first.append(found)
-        self._resumed = False
-        if len(self.first) == 2:  # from here on the model runs without the hook
+        found = int(self._pending) if self._pending is not None else None
+        first, self._first = self._first, self.first
+        if found is not None and self._resumed and len(first) == 2 and first[0] != first[1] and found == first[0]:
+            warnings.warn(
+                f"The data start again: the first inputs after the resume (round {t}) are those of the first "
+                "round. Restore the position in the data: keep it in `extra`, and read it from `resumed.extra`.",
+                UserWarning,
+                stacklevel=4,
+            )
+        self._pending, self._resumed, self._known = None, False, False
+        if len(self._first) == 2:  # from here on the model runs without the hook
             self._handle.remove()
             self._handle = None
 
