@@ -11,6 +11,7 @@ alike, or the script ends. Reported is the median over the repetitions, with the
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import time
@@ -99,12 +100,13 @@ def compete(ways: Sequence[str], test: Callable[[], Exclusion | None], repetitio
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--threads", type=int, nargs="*", default=[1])
     parser.add_argument("--write", action="store_true", help="put the table into benchmarks/RESULTS.md")
     arguments = parser.parse_args()
     if cpu.loaded() is None:
         raise SystemExit(f"No C kernel to measure: {cpu.why_missing()}")
-    head = f"{machine()} {arguments.repetitions} repetitions."
+    torch.set_num_threads(arguments.threads[0])
+    head = f"{machine()} {arguments.repetitions} repetitions; load {os.getloadavg()[0]:.1f} at the start."
     table = ["| bound | parameters | threads | by | seconds: median [least, most] | ratio to the kernel |"]
     table.append("| --- | --- | --- | --- | --- | --- |")
     print("\n".join([head, "", *table]), flush=True)
