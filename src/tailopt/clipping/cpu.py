@@ -52,6 +52,11 @@ class Library:
     _beyond: Callable[..., None]
     _ulp_squares: Callable[..., None]
 
+    def _way(self, variant: str | None, threads: int | None) -> tuple[int, int]:
+        """The number of a variant, by default of the best, and how many threads may work."""
+        number = len(self.variants) - 1 if variant is None else self.variants.index(variant)
+        return number, 1 if _forked else (threads or torch.get_num_threads())
+
     def run(
         self,
         operation: str,
@@ -93,8 +98,7 @@ class Library:
         slot = array("i", range(n) if slots is None else slots) if tallies is not None else row  # not read without
         failed = self._pass(
             OPERATIONS[operation],
-            len(self.variants) - 1 if variant is None else self.variants.index(variant),
-            1 if _forked else (threads or torch.get_num_threads()),
+            *self._way(variant, threads),
             n,
             params.buffer_info()[0] if params is not None else None,
             grads.buffer_info()[0],
@@ -130,8 +134,7 @@ class Library:
         """
         sums, largest = array("q", bytes(8 * into)), array("f", bytes(4 * into))
         self._moved(
-            len(self.variants) - 1 if variant is None else self.variants.index(variant),
-            1 if _forked else (threads or torch.get_num_threads()),
+            *self._way(variant, threads),
             len(deltas),
             params.buffer_info()[0] if params is not None else None,
             starts.buffer_info()[0] if starts is not None else None,
@@ -158,8 +161,7 @@ class Library:
         """param = start in fp32, piece by piece; returns the checksum of the starts of each of `into` slots."""
         sums = array("q", bytes(8 * into))
         self._load(
-            len(self.variants) - 1 if variant is None else self.variants.index(variant),
-            1 if _forked else (threads or torch.get_num_threads()),
+            *self._way(variant, threads),
             len(params),
             params.buffer_info()[0],
             starts.buffer_info()[0],
@@ -183,8 +185,7 @@ class Library:
     ) -> None:
         """out = the sum of share * row over whole, or its negative; fp32, row after row, two roundings each."""
         self._mean(
-            len(self.variants) - 1 if variant is None else self.variants.index(variant),
-            1 if _forked else (threads or torch.get_num_threads()),
+            *self._way(variant, threads),
             rows.buffer_info()[0],
             shares.buffer_info()[0],
             len(rows),
@@ -215,8 +216,7 @@ class Library:
         Piece by piece, from the rows' elements at `starts`. fused: with fused multiply-adds where torch has them.
         """
         self._descend(
-            len(self.variants) - 1 if variant is None else self.variants.index(variant),
-            1 if _forked else (threads or torch.get_num_threads()),
+            *self._way(variant, threads),
             rows.buffer_info()[0],
             shares.buffer_info()[0],
             len(rows),
@@ -253,8 +253,7 @@ class Library:
         where, begun, counts = addresses(deltas), addresses(starts), sizes(deltas)
         kinds, floors, slopes = array("i", [DTYPES[x.dtype] for x in starts]), array("d", a), array("d", c)
         self._beyond(
-            len(self.variants) - 1 if variant is None else self.variants.index(variant),
-            1 if _forked else (threads or torch.get_num_threads()),
+            *self._way(variant, threads),
             n,
             where.buffer_info()[0],
             begun.buffer_info()[0],
@@ -278,8 +277,7 @@ class Library:
         """
         sums = array("d", bytes(8 * -(-x.numel() // BLOCK)))
         self._ulp_squares(
-            len(self.variants) - 1 if variant is None else self.variants.index(variant),
-            1 if _forked else (threads or torch.get_num_threads()),
+            *self._way(variant, threads),
             x.data_ptr(),
             DTYPES[x.dtype],
             x.numel(),
