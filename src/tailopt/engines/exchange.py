@@ -776,7 +776,7 @@ def _check_finite(t: int, heads: Sequence[Header]) -> None:
 def _plainly_within(top: float, limit: Bound) -> bool:
     """Whether the largest magnitude shows that the guard would find nothing: finite, and below the least bound.
 
-    Half the slack leaves room for the roundings of the exact test, which costs a dozen passes.
+    Half the slack leaves room for the roundings of the exact test, which reads the weights too.
     """
     if not top < math.inf:  # NaN too
         return False
