@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import shlex
@@ -151,6 +152,31 @@ def test_a_node_that_is_told_to_end_says_how_to_go_on(server: forked.Server, tmp
         said = [nodes.said(rank) for rank in range(2)]
         assert [nodes.status(rank) for rank in range(2)] == [-signal.SIGTERM] * 2, said
     assert re.match(r"tailopt: this node was told to end \(SIGTERM\) in round \d+", last_words(said[0])[0]), said
+
+
+def forks(rank: int) -> list[Any]:
+    """A node whose forked children are told to end, and whose data are loaded by workers."""
+    net = nn.Linear(5, 3)
+    algorithm = tailopt.algorithm("avg-biclip", ilr=0.05, i_u=1.0, i_d=0.1)
+    opt = tailopt.NestedOptimizer.from_algorithm(net, algorithm, local_steps=2, rounds=2)
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=time.sleep, args=(60,))
+    child.start()
+    child.terminate()
+    child.join(10)
+    loader = torch.utils.data.DataLoader(
+        torch.randn(16, 5), batch_size=4, num_workers=1, multiprocessing_context=context
+    )
+    for x in loader:
+        opt.zero_grad()
+        net(x).square().mean().backward()
+        opt.step()
+    return [child.exitcode, opt.finished]
+
+
+def test_children_of_a_node_end_when_they_are_told_to_and_the_node_goes_on(server: forked.Server) -> None:
+    ends = server.run(f"{HERE}:forks", 2)
+    assert [(end.status, end.value) for end in ends] == [(0, [-signal.SIGTERM, True])] * 2, [end.said for end in ends]
 
 
 # ---- nodes that live and do nothing ----

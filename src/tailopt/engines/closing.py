@@ -76,9 +76,38 @@ def on_sigterm(words: Callable[[], str]) -> None:
     if before != -1:
         signal.set_wakeup_fd(before)
         return
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.signal(signal.SIGTERM, _left_to_the_thread)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_as_before)
     sockets = hears, told  # both kept by the thread: a collected socket would close the descriptor
     threading.Thread(target=_listen, args=(*sockets, words, os.getpid()), name="tailopt sigterm", daemon=True).start()
+
+
+def _left_to_the_thread(number: int, frame: object) -> None:
+    """Python wants a handler; what is to be done is done by `_listen`."""
+
+
+_MASKS: list[set[int | signal.Signals]] = []  # of the thread that forks, meanwhile
+
+
+def _hold() -> None:
+    """Hold SIGTERM back while this thread forks: the child must not take it before `_as_before` has run there."""
+    _MASKS.append(signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}))
+
+
+def _let_go() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _MASKS.pop())
+
+
+def _as_before() -> None:
+    """Undo it in a forked child, such as a worker that loads data: there is no such thread in it.
+
+    Without this, a child that is told to end would not end, and would wake the thread of its parent instead.
+    """
+    if signal.getsignal(signal.SIGTERM) is _left_to_the_thread:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _let_go()
 
 
 def _listen(hears: socket.socket, told: socket.socket, words: Callable[[], str], pid: int) -> None:

@@ -45,7 +45,8 @@ class Result:
         model: with the synchronised weights of the last round.
         average: with the iterate average, or None where it was not asked for.
         history: a dict for each round: round (from 1), loss (over the local steps, weighted like the nodes),
-            participants, weights (as used), excluded (node, tensor, value, bound, reason), metrics, statistics.
+            participants, their local steps, weights (as used), excluded (node, tensor, value, bound, reason), metrics,
+            statistics.
     """
 
     model: torch.nn.Module
