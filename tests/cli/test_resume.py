@@ -104,7 +104,10 @@ def test_a_changed_configuration_is_refused_until_it_is_accepted(capsys: pytest.
         assert main(words) == 2 or words[0] == "list", words  # which goes on with the other runs
         found = capsys.readouterr()
         said = found.out + found.err
-        assert "a/config.toml is not what the run was written with: settings.ilr is 0.03, and was 0.01" in said
+        assert (
+            "a/config.toml is not what the run was written with, as run.json has it: settings.ilr is 0.03, and was 0.01"
+            in said
+        )
         assert words[0] == "list" or "tailopt resume a --accept-config" in said  # which has a line for each run
     config.write_text(before.replace("ilr = 0.01", "ilr = -3"))
     assert main(["resume", "a", "--rounds", "4", "--quiet", "--accept-config"]) == 2  # and nothing was accepted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import torch
 from tailopt.cli import train
 from tailopt.cli.main import main
 from tailopt.engines.verify import recorded
-from tailopt.records import history
+from tailopt.records import checkpoints, history
 from tailopt.rounds.drops import Drops
 from tests.engines import forked
 
@@ -112,6 +113,29 @@ def test_recorded_digests_that_changed_are_no_difference_of_the_run(
             path.write_bytes(before)
         said = capsys.readouterr()
         assert f"{name} is not what" in said.err and "from a copy" in said.err and "first difference" not in said.out
+
+
+def test_a_recorded_run_from_before_there_were_seals_is_replayed(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "old"
+    shutil.copytree(finished, run)
+    for name in ("run.json", "history.seal.json", "digests.seal.json"):
+        (run / name).unlink()
+    for path in checkpoints.every(run):
+        body = json.loads((path / "manifest.json").read_text())
+        del body["sha256"], body["run"]
+        (path / "manifest.json").write_bytes(checkpoints.sealed(body))
+    assert main(["verify", str(run)]) == 0
+    assert "10 rounds replayed" in capsys.readouterr().out
+    _, *words = shlex.split(train.EXAMPLE.replace("\\\n", " ").replace("--rounds 10", "--rounds 11"))
+    done = torchrun(["--standalone", *words[:-1], str(run), "--resume"], tmp_path)
+    assert done.returncode == 0 and done.stderr.count("was begun by an older version") == 1, done.stderr
+    assert main(["verify", str(run)]) == 0
+    assert "11 rounds replayed" in capsys.readouterr().out
+    digests = (run / "digests.jsonl").read_bytes()
+    (run / "digests.jsonl").write_bytes(digests.replace(b"0", b"1", 1))
+    assert main(["verify", str(run)]) == 2  # from the resume on they are checked
 
 
 # ---- nodes that were started with other settings ----

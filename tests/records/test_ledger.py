@@ -70,11 +70,10 @@ def test_rows_that_are_lost_doubled_swapped_or_too_many_are_found(ledger: Ledger
 def test_one_row_beyond_the_seal_is_a_kill(ledger: Ledger, beyond: bytes) -> None:
     with ledger.path.open("ab") as file:
         file.write(beyond)
-    whole = beyond.endswith(b"\n")
     found = again(ledger)
-    assert len(found.read()) == 5 + whole
+    assert len(found.read()) == 5
     found.append(line(7), 7)
-    assert [row["round"] for row in again(ledger).read()] == [1, 2, 3, 4, 5, *[6] * whole, 7]
+    assert [row["round"] for row in again(ledger).read()] == [1, 2, 3, 4, 5, 7]
 
 
 def test_a_checkpoint_knows_the_rows_before_it(ledger: Ledger) -> None:
@@ -95,7 +94,7 @@ def test_a_checkpoint_knows_the_rows_before_it(ledger: Ledger) -> None:
 
 
 def test_a_seal_of_another_run_is_refused(ledger: Ledger) -> None:
-    with pytest.raises(DamagedRecord, match=f"is of the run '{ID}', and this is bbb"):
+    with pytest.raises(DamagedRecord, match=f"is of the run '{ID}', and run.json of bbb"):
         Ledger(ledger.path, "bbb").read()
 
 
@@ -115,9 +114,9 @@ def test_a_row_whose_digest_did_not_fit_on_the_disk(ledger: Ledger, monkeypatch:
         patch.setattr(disk, "overwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(OSError, match="No space"):
             ledger.append(line(6), 6)
-    assert len(again(ledger).read()) == 6 and ledger.chain.rows == 6
-    ledger.append(line(7), 7)
-    assert again(ledger).chain == ledger.chain and ledger.chain.rows == 7
+    assert len(again(ledger).read()) == 5 and ledger.chain.rows == 5
+    ledger.append(line(6), 6)
+    assert again(ledger).chain == ledger.chain and ledger.chain.rows == 6
 
 
 WRITER = """

@@ -37,6 +37,7 @@ from tailopt.records import checkpoints, disk, history, identity
 from tailopt.records.identity import CHANGES, CONFIG, RUN, SEAL, Identity, needed
 from tailopt.records.ledger import Chain, Ledger, Stamp
 from tailopt.records.lock import LOCK, Lock
+from tailopt.records.seals import DamagedRecord
 from tailopt.records.shards import digest
 
 ENVIRONMENT, HISTORY, TIMES, LOG = "environment.json", "history.jsonl", "times.jsonl", "log.txt"
@@ -245,6 +246,8 @@ class Run:
             disk.replace(self.path / TIMES, after)
         if self.identity is None:
             self._adopt()
+        else:
+            identity.mend(self.path, self.identity)
 
     def _adopt(self) -> None:
         """Give a folder from before there were ids what it lacks, and say what nobody could check."""
@@ -325,8 +328,6 @@ def _same_run(folder: Path, config: Mapping[str, Any], free: Collection[str]) ->
                 "Use the same, or another run folder."
             )
         others.append(f"{key} = {now!r}, where {CONFIG} has {then!r}")
-    if found.identity is not None:
-        identity.mend(folder, found.identity)
     found.environment  # noqa: B018  # warns where it is damaged
     if others:
         found.log(f"resumed with {'; '.join(others)}")
@@ -425,6 +426,11 @@ def _refuse_if_used(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file; need a folder. Pass another path.")
     there = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
+    if CONFIG not in there and there & {HISTORY, checkpoints.FOLDER}:
+        raise DamagedRecord(
+            f"{folder / CONFIG} is missing, and {folder} holds a run. Bring it back from a copy (in {RUN} it stands as "
+            '"text"), or begin in another folder.'
+        )
     if there := {name for name in there if name not in BEGUN and not name.startswith(_HIDDEN)}:
         raise FileExistsError(
             f"{folder} is not empty: it holds {history.known(there)}. Pass resume=True to go on with the run in it, or "

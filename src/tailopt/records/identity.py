@@ -204,9 +204,9 @@ def check_settings(folder: Path, identity: Identity, data: bytes) -> str:
     changed = changes(folder, identity.id)
     if digest(data) != (changed[-1].new if changed else identity.config):
         raise DamagedRecord(
-            f"{folder / CONFIG} is not what the run was written with: {_told(folder, identity, changed, data)}. Bring "
-            f"it back from a copy; or, if the change is meant, go on with it from the last checkpoint: tailopt resume "
-            f"{folder} --accept-config."
+            f"{folder / CONFIG} is not what the run was written with, as {RUN} has it: "
+            f"{_told(folder, identity, changed, data)}. Bring it back from a copy; or, if the change is meant, go on "
+            f"with it from the last checkpoint: tailopt resume {folder} --accept-config."
         )
     return decoded(folder / CONFIG, data)
 
@@ -225,8 +225,8 @@ def changes(folder: Path, id: str) -> list[Change]:
             stated = None
         if stated != at or history.line({**row, "sha256": at}) != line or (found and found[-1].new != change.old):
             raise DamagedRecord(
-                f"{path}, line {number}, is not what was written: it does not fit its digest and the lines before it. "
-                "Bring the file back from a copy."
+                f"{path}, line {number}, is not what was written: it does not fit its digest, the lines before it and "
+                f"the run in {RUN}. Bring the file that was changed back from a copy."
             )
         found.append(change)
     return found
@@ -327,7 +327,7 @@ def check_stamp(folder: Path, identity: Identity, path: Path, stamp: Stamp | Non
             return
         why = f"it names no run, and was not there when {folder} became the run {identity.id}"
     elif stamp.run != identity.id:
-        why = f"it is of the run {stamp.run}, and {folder} holds the run {identity.id}"
+        why = f"it is of the run {stamp.run}, and {folder} holds the run {identity.id}, by its {RUN}"
     elif stamp.config not in {identity.config, *(change.new for change in changes(folder, identity.id))}:
         why = f"it was written with another {CONFIG} (sha256 {stamp.config[:12]}…), which this run never had"
     else:

@@ -5,10 +5,10 @@
     history.jsonl         the rows
     history.seal.json     the run, how many rows, the round of the last, h of it; written again after every row
 
-The row is written first. A kill between the two leaves one whole row, or a torn one, beyond the seal: no damage.
-Anything else that does not fit is damage. A checkpoint holds the same three numbers, so a resume needs no seal: it
-checks the rows up to the checkpoint, cuts the others off and writes the seal again. While rows are cut off the seal
-says so, and readers pass over what is beyond it.
+The row is written first, and counts when the seal is. A kill between the two leaves one whole row, or a torn one,
+beyond the seal: no damage, and readers pass over it. Anything else that does not fit is damage. A checkpoint holds the
+same three numbers, so a resume needs no seal: it checks the rows up to the checkpoint, cuts the others off and writes
+the seal again. While rows are cut off the seal says so, and readers pass over what is beyond it.
 
 The seal has a fixed length and is overwritten in one call of the system, which a kill does not interrupt. To rename a
 new one over it would take as long as two rounds of a small simulation: ext4 then starts to write to the disk.
@@ -117,32 +117,26 @@ class Ledger:
                 return lines
             (chain, cut), (later, _) = before, after
             wrong = self._wrong(lines, chain)
-            if not wrong and cut:
-                return lines[: chain.rows]
-            if not wrong and len(lines) > later.rows + 1:
+            if not wrong and not cut and len(lines) > later.rows + 1:
                 wrong = (
                     f"it has {len(lines)} rows, and {later.rows} were written with their digest, of which a kill can "
                     "cost one"
                 )
             if not wrong:
-                return lines
+                return lines[: chain.rows]
             if before == after:
                 break
         raise self._damaged(wrong)
 
     @property
     def chain(self) -> Chain:
-        """For the process that writes: of all rows. A torn line is cut off, and the seal brought up to the rows."""
+        """For the process that writes: of all rows that count. What is beyond them is cut off."""
         if self._chain is None:
             history.mend(self.path)
-            found = self._sealed()
             lines = self.lines()
-            if found is not None and found[1]:
+            if len(lines) < len(history.whole_lines(self.path)):
                 self._cut(lines)
-            chain = chained(self.path, lines)
-            if found is None or found[0] != chain:
-                self._write(chain)
-            self._chain = chain
+            self._chain = chained(self.path, lines)
         return self._chain
 
     def append(self, line: bytes, round: int) -> None:
@@ -219,7 +213,7 @@ class Ledger:
             try:
                 body = unsealed(self.seal)
                 if body["run"] != self.run:
-                    raise ValueError(f"is of the run {body['run']!r}, and this is {self.run}")
+                    raise ValueError(f"is of the run {body['run']!r}, and run.json of {self.run}")
                 if type(body["cut"]) is not bool:
                     raise ValueError(f"says cut={body['cut']!r}")
                 return Chain.stated(body["chain"]), body["cut"]
