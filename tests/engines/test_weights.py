@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import tailopt
+from tailopt import faults
 from tailopt.engines.exchange import Wire
 from tailopt.records import checkpoints
 from tests.engines import forked
@@ -62,6 +63,7 @@ def trained(
     run: str | None = None,
     algorithm: str = "diloco",
     middle: int = 0,
+    not_a_number: int | None = None,
 ) -> dict[str, Any]:
     """Train; the owner's weights change on the way to a receiver at the ends of some rounds."""
     net = model()
@@ -78,6 +80,8 @@ def trained(
             wire = opt.node.exchange.wire
             opt.node.exchange.wire = faulty = Flipping(**{f.name: getattr(wire, f.name) for f in fields(wire)})
             faulty.opt, faulty.flips = opt, {int(t): receiver for t, receiver in flips.items()}
+        if not_a_number is not None and rank == 2:
+            faults.inject(opt, faults.NotANumber({not_a_number}))
         while not opt.finished:
             t = opt.node.round + 1
             for step in range(STEPS):
@@ -128,6 +132,17 @@ def test_a_bit_that_flips_in_the_owners_memory_is_its_own_fault(server: forked.S
     assert (excluded["node"], excluded["tensor"]) == (1, "weights of node 1")
     # the same node is left out of the same round for another reason: the bits are the same
     other = agreed(server.run(f"{HERE}:trained", NODES, owner=0, flips={3: 1}))
+    assert value["digest"] == other["digest"]
+
+
+def test_the_inner_state_of_that_round_is_undone(server: forked.Server) -> None:
+    """AdamW's state is kept from round to round: what it saw from other weights must not stay in it."""
+    value = agreed(server.run(f"{HERE}:trained", NODES, owner=0, flips={3: 2}))
+    # a node that is left out of the same round for another reason begins the next one with the same state
+    other = agreed(server.run(f"{HERE}:trained", NODES, not_a_number=4))
+    assert [[e["node"] for e in row] for row in value["excluded"]] == [
+        [e["node"] for e in row] for row in other["excluded"]
+    ]
     assert value["digest"] == other["digest"]
 
 
