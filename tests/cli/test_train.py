@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -139,12 +138,6 @@ def test_a_recorded_run_from_before_there_were_seals_is_replayed(
 
 
 # ---- nodes that were started with other settings ----
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[forked.Server]:
-    with forked.server() as running:
-        yield running
 
 
 def started(rank: int, out: str, more: list[str], also: list[str]) -> int:

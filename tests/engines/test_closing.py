@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,6 @@ pytest.importorskip("resource", reason="processes are forked")
 
 HERE = "tests.engines.test_closing"
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[forked.Server]:
-    with forked.server() as running:
-        yield running
 
 
 def endless(rank: int, run: str | None = None, sleeper: int | None = None, **settings: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -21,12 +20,6 @@ from tests.engines import forked
 pytest.importorskip("resource", reason="processes are forked")
 
 HERE = "tests.engines.test_limits"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[forked.Server]:
-    with forked.server() as running:
-        yield running
 
 
 class Diverging(torch.optim.SGD):

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,12 +21,6 @@ pytest.importorskip("resource", reason="processes are forked")
 HERE = "tests.engines.test_rendezvous"
 TIMEOUT = 4.0
 WITHIN = 20.0  # seconds for all of it: torch's own limit is 30 minutes
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[forked.Server]:
-    with forked.server() as running:
-        yield running
 
 
 def dies_after_the_roll_call(rank: int, who: int) -> None:

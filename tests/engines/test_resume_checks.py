@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,6 @@ pytest.importorskip("resource", reason="processes are forked")
 
 HERE = "tests.engines.test_resume_checks"
 STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[forked.Server]:
-    with forked.server() as running:
-        yield running
 
 
 def loop(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,12 +18,6 @@ from tests.engines import forked
 pytest.importorskip("resource", reason="processes are forked")
 
 HERE = "tests.engines.test_steps"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[forked.Server]:
-    with forked.server() as running:
-        yield running
 
 
 def model() -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,6 @@ pytest.importorskip("resource", reason="processes are forked")
 
 HERE = "tests.engines.test_weights"
 NODES, ROUNDS, STEPS = 3, 6, 2
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[forked.Server]:
-    with forked.server() as running:
-        yield running
 
 
 class Flipping(Wire):

@@ -11,7 +11,6 @@ import os
 import random
 import re
 import signal
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,12 +94,6 @@ def trained(rank: int, run: str, strike: list[Any] | None = None) -> dict[str, A
             ((net(x) - y).square().mean() * 0.02).backward()
             opt.step()
     return {"digest": checkpoints.digest(net.state_dict()), "history": opt.history, "moments": counter.counts}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[forked.Server]:
-    with forked.server() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
