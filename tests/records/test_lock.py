@@ -99,8 +99,21 @@ def test_twice_in_one_process(tmp_path: Path) -> None:
         Lock(tmp_path, "a")
     held.check()
     del held
-    gc.collect()
     Lock(tmp_path, "a").release()
+
+
+def test_an_optimizer_that_is_unreachable_holds_nothing(tmp_path: Path) -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.lock, self.itself = Lock(tmp_path, "a"), self
+
+    gc.disable()
+    try:
+        Owner()
+        assert (tmp_path / LOCK).exists()
+        Lock(tmp_path, "a").release()
+    finally:
+        gc.enable()
 
 
 def test_the_end_of_a_process_releases_it(tmp_path: Path) -> None:

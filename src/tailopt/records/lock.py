@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import socket
@@ -52,7 +53,7 @@ REAPPEAR = 2.0  # seconds in which a lock comes back that was taken up by mistak
 _MOST = 1 << 16  # bytes of a lock that are read
 _UNLINKABLE = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
-_mine: dict[str, Path] = {}  # by token, the locks that this process holds
+_mine: dict[str | bytes, Path] = {}  # by token, the locks that this process holds
 
 
 class Locked(RuntimeError):
@@ -149,6 +150,8 @@ def _take(path: Path, mine: dict[str, Any]) -> None:
                 UserWarning,
                 stacklevel=5,
             )
+        if alive and _token(data) in _mine:
+            gc.collect()  # an optimizer that nobody can reach any more, but that refers to itself, holds nothing
         time.sleep(0.02 if alive else min(0.5, PATIENCE / 10))
 
 
@@ -289,7 +292,7 @@ def _alive(path: Path, data: bytes) -> bool | None:
     if not same or not _boot() or type(pid) is not int or type(started) is not int or pid < 1:
         return None
     if (pid, started) == (os.getpid(), _started(os.getpid())):
-        return lock.get("token") in _mine  # else it was this process before it became another program
+        return _token(data) in _mine  # else it was this process before it became another program
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -365,14 +368,15 @@ def _read(path: Path) -> dict[str, Any] | None:
     return None if data is None else _parsed(data)
 
 
-def _token(data: bytes) -> object:
+def _token(data: bytes) -> str | bytes:
     """Of the lock in these bytes; the bytes themselves where it has none."""
-    return _parsed(data).get("token", data)
+    found = _parsed(data).get("token")
+    return found if isinstance(found, str) else data
 
 
 def _locked(path: Path, data: bytes) -> Locked:
     holder = _parsed(data)
-    here = holder.get("pid") == os.getpid() and holder.get("token") in _mine
+    here = holder.get("pid") == os.getpid() and _token(data) in _mine
     remedy = (
         "It is this process: end the run, or delete the optimizer, that began there before."
         if here
