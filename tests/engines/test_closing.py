@@ -172,6 +172,37 @@ def test_children_of_a_node_end_when_they_are_told_to_and_the_node_goes_on(serve
     assert [(end.status, end.value) for end in ends] == [(0, [-signal.SIGTERM, True])] * 2, [end.said for end in ends]
 
 
+OTHERS = """
+import asyncio, os, signal, sys, time
+from tailopt.engines.closing import on_sigterm
+
+on_sigterm(lambda: "last words")
+if sys.argv[1] == "own":
+    signal.signal(signal.SIGTERM, lambda *_: print("saved", flush=True))
+if sys.argv[1] == "asyncio":
+    async def use() -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR1, print)
+        loop.remove_signal_handler(signal.SIGUSR1)
+    asyncio.run(use())
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(1.0)
+print("still there", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "said"),
+    [("nothing", -signal.SIGTERM, ""), ("own", 0, "saved\nstill there\n"), ("asyncio", -signal.SIGTERM, "")],
+)
+def test_other_users_of_signals_are_left_alone(what: str, status: int, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OTHERS, what], env=forked.ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (status, said), done.stderr
+    assert ("last words" in done.stderr) == (status != 0)
+
+
 # ---- nodes that live and do nothing ----
 
 

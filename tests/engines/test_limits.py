@@ -155,6 +155,48 @@ def test_an_owner_whose_new_weights_are_not_finite_is_named_alone(server: forked
         assert said[1] == f"Round 3 ended with weights that are not finite, in the partition of node {owner}"
 
 
+def scheduled(rank: int, algorithm: str, odd: float, other: int) -> dict[str, Any]:
+    """One node's schedule gives another rate in round 5, which is not among those that are compared at the start."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 30), nn.Tanh(), nn.Linear(30, 1))
+    settings = {"ilr": 1e-2, "i_u": 1.0}
+    if algorithm == "avg-biclip":
+        settings["i_d"] = 0.1
+    factor = odd if rank == other else 1.0
+
+    def rate(t: int) -> float:
+        return 1e-2 * (factor if t == 5 else 1.0)
+
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        opt = tailopt.NestedOptimizer.from_algorithm(
+            net, tailopt.algorithm(algorithm, **settings), local_steps=2, schedules={"ilr": rate}, timeout=10.0
+        )
+        while opt.node.round < 6:
+            x = torch.randn(8, 5, generator=torch.Generator().manual_seed(opt.taken + 100 * rank))
+            opt.zero_grad()
+            (net(x).squeeze(-1) - x.sum(1)).square().mean().backward()
+            opt.step()
+    return {"excluded": [[e["node"] for e in row["excluded"]] for row in opt.history]}
+
+
+@pytest.mark.parametrize("algorithm", ["avg-biclip", "avg-l2clip"])
+def test_a_node_that_leaves_the_agreed_settings_is_excluded_and_excludes_nobody(
+    server: forked.Server, algorithm: str
+) -> None:
+    """Also where bounds are norms, for which the nodes exchange one more message."""
+    ends = server.run(f"{HERE}:scheduled", 3, algorithm=algorithm, odd=0.5, other=1)
+    assert [end.status for end in ends] == [0] * 3, [end.said for end in ends]
+    for end in ends:
+        assert end.value["excluded"] == [[], [], [], [], [1], []]
+
+
+def test_the_last_bit_of_a_schedule_is_no_other_setting(server: forked.Server) -> None:
+    """As a cosine may give it on another machine."""
+    ends = server.run(f"{HERE}:scheduled", 2, algorithm="avg-biclip", odd=1.0 + 2**-50, other=1)
+    assert [(end.status, end.value) for end in ends] == [(0, {"excluded": [[]] * 6})] * 2, [end.said for end in ends]
+
+
 # ---- the arithmetic of it ----
 
 

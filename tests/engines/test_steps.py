@@ -136,8 +136,9 @@ def restructured(rank: int, what: str, who: list[int]) -> None:
     """After the first round some nodes change what they train."""
     net = model()
     extra = nn.Parameter(torch.ones(3))
+    groups = [{"params": [p], "lr": 0.01 * (k + 1)} for k, p in enumerate(net.parameters())]
     opt = tailopt.NestedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.05), local_steps=2, model=net, rounds=6, timeout=10.0
+        tailopt.BiClip(groups, u=1.0, d=0.5), local_steps=2, model=net, rounds=6, timeout=10.0
     )
     while not opt.finished:
         if opt.node.round == 1 and rank in who and opt.taken == 2:
@@ -171,5 +172,5 @@ def test_freezing_on_all_nodes_is_fine_and_adding_is_refused(server: forked.Serv
     for end in server.run(f"{HERE}:restructured", 2, what="group", who=[0, 1]):
         assert end.status == 1
         assert re.search(
-            r"ValueError: Round 2: group 1: float32\[3\], which is not synchronised: it was added", end.said
+            r"ValueError: Round 2: group 4: float32\[3\], which is not synchronised: it was added", end.said
         )

@@ -76,15 +76,21 @@ def on_sigterm(words: Callable[[], str]) -> None:
     if before != -1:
         signal.set_wakeup_fd(before)
         return
-    signal.signal(signal.SIGTERM, _left_to_the_thread)
+    _TOLD[:] = [told]
+    signal.signal(signal.SIGTERM, _tell)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_as_before)
     sockets = hears, told  # both kept by the thread: a collected socket would close the descriptor
     threading.Thread(target=_listen, args=(*sockets, words, os.getpid()), name="tailopt sigterm", daemon=True).start()
 
 
-def _left_to_the_thread(number: int, frame: object) -> None:
-    """Python wants a handler; what is to be done is done by `_listen`."""
+_TOLD: list[socket.socket] = []
+
+
+def _tell(number: int, frame: object) -> None:
+    """Wake the thread. The system has woken it already, unless somebody else wanted to be woken by signals since."""
+    with contextlib.suppress(OSError):
+        _TOLD[0].send(bytes([number]))
 
 
 _MASKS: list[set[int | signal.Signals]] = []  # of the thread that forks, meanwhile
@@ -104,7 +110,7 @@ def _as_before() -> None:
 
     Without this, a child that is told to end would not end, and would wake the thread of its parent instead.
     """
-    if signal.getsignal(signal.SIGTERM) is _left_to_the_thread:
+    if signal.getsignal(signal.SIGTERM) is _tell:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _let_go()
@@ -112,7 +118,8 @@ def _as_before() -> None:
 
 def _listen(hears: socket.socket, told: socket.socket, words: Callable[[], str], pid: int) -> None:
     while data := hears.recv(64):
-        if signal.SIGTERM in data and os.getpid() == pid:
+        # a program that has set a handler of its own since then decides for itself
+        if signal.SIGTERM in data and os.getpid() == pid and signal.getsignal(signal.SIGTERM) is _tell:
             with contextlib.suppress(Exception):
                 if text := words():
                     say(text)

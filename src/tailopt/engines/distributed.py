@@ -13,6 +13,7 @@ import json
 import os
 import time
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -36,7 +37,7 @@ from tailopt.engines.arguments import (
     checked_loggers,
     checked_seed,
 )
-from tailopt.engines.exchange import Exchange, OtherParameters, Statement, Terms, Wire
+from tailopt.engines.exchange import AT_FAULT, Exchange, OtherParameters, Statement, Terms, Wire, other_weights
 from tailopt.engines.header import PROTOCOL, word_of
 from tailopt.engines.keeping import (
     Crew,
@@ -119,11 +120,19 @@ class Node:
         """Put the synchronised weights into the parameters."""
         self.exchange.load(self.local(), self.x)
 
-    def confirm(self, guard: bool) -> None:
-        """Meet the others after what may be the last round: a node that loaded other weights loads them again."""
-        _, changed = self.exchange.meet(self.round, 0, self.x, guard)
-        if changed:
+    def confirm(self, guard: bool) -> list[str]:
+        """Meet the others after what may be the last round: a node that loaded other weights loads them again.
+
+        Returns what is worth a warning.
+        """
+        _, differing = self.exchange.meet(self.round, 0, self.x, guard)
+        return self.loaded_again(differing)
+
+    def loaded_again(self, differing: Sequence[tuple[int, int]]) -> list[str]:
+        """Put weights that came again into the parameters, and say between which nodes they differed."""
+        if any(receiver == self.exchange.wire.node for _, receiver in differing):
             self.load()
+        return [f"{other_weights(*pair, self.round)}; it has loaded them again. {AT_FAULT}" for pair in differing]
 
     def _buffers(self) -> dict[str, Tensor]:
         """The buffers where the exchange is, on the CPU: themselves, or copies."""
@@ -177,7 +186,7 @@ class Node:
         self._load_buffers(mean)
         self.load()
         if report.last:
-            self.confirm(terms.guard)
+            report.notes = self.confirm(terms.guard)
         return report
 
     second_moment: Tensor | None = None
@@ -408,7 +417,7 @@ class NestedOptimizer(Optimizer):
         self._first_inputs: list[int] = []
         self._keeper = self._keeper_of(run, resume, keep, participation, participants, describe)
         if self._peers is not None:
-            self._peers.can_go_on_from(self._keeper.last_good if self._keeper is not None else lambda: NO_RUN_FOLDER)
+            self._peers.can_go_on_from(_last_good(self._keeper))
         in_the_middle = self._gone_on(resume)
         if model is not None and self._keeper is not None:
             self._inputs = FirstInputs(model, self._first_inputs, self.resumed is not None, in_the_middle)
@@ -632,6 +641,7 @@ class NestedOptimizer(Optimizer):
             if node not in self._remarked:
                 self._remarked.add(node)
                 texts.append(text)
+        texts += report.notes
         for text in texts:
             warnings.warn(text, UserWarning, stacklevel=4)
             if self._keeper is not None:
@@ -849,10 +859,19 @@ class NestedOptimizer(Optimizer):
             values = [group[word] for group in groups if word in group]
             if len(values) == len(groups):
                 same = all(value is values[0] or value == values[0] for value in values[1:])
-                each = [v for group, v in zip(groups, values, strict=True) for p in group["params"] if p.requires_grad]
-                found[word] = values[0] if same else each
+                # for every parameter that is exchanged, also for one that was frozen since
+                of_group = {id(p): v for group, v in zip(groups, values, strict=True) for p in group["params"]}
+                found[word] = values[0] if same else [of_group.get(id(p), values[0]) for p in self.node.params]
         found["bias_correction"] = True
         return found
+
+
+def _last_good(keeper: Keeper | None) -> Callable[[], str]:
+    """What the last words say about checkpoints; the run folder of an optimizer that is gone is not kept open by it."""
+    if keeper is None:
+        return lambda: NO_RUN_FOLDER
+    known = weakref.ref(keeper)
+    return lambda: now.last_good() if (now := known()) is not None else ""
 
 
 def _rule_of(optimizer: Optimizer) -> Rule | None:

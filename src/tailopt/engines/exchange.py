@@ -184,6 +184,8 @@ class Wire:
         works += [self.group.send([part], k, 0) for outgoing, _ in turns for k, part in _messages(outgoing, others)]
         for work in works:
             work.wait()
+            if self.peers is not None:
+                self.peers.message_done()
 
 
 def _digest(plain: Tensor) -> Tensor:
@@ -283,7 +285,8 @@ class Exchange:
         self._agreed = False
         self._sent = Look()  # of this node's stretch of the weights, as it sent them
         self._loaded = (0,) * self.wire.nodes  # digests of every stretch of the weights, as loaded
-        self._strained: set[tuple[int, int]] = set()  # (owner, receiver) that differed in the round before
+        # (owner, receiver) that differed -> the round whose weights they were
+        self._strained: dict[tuple[int, int], int] = {}
         self._pieces = [(s.start - self.mine.start, s.stop - s.start) for s in self.segments]
         spans = (
             Span(s.tensor, s.start - self.layout.offsets[s.tensor], s.start, s.stop - s.start, k)
@@ -308,7 +311,7 @@ class Exchange:
 
     def restart(self, x: Tensor) -> None:
         """The weights are from a checkpoint or from node 0, and have not been sent by those who own them."""
-        self._sent, self._strained = Look(passes.checksum(x[self.mine])), set()
+        self._sent, self._strained = Look(passes.checksum(x[self.mine])), {}
 
     @property
     def loaded(self) -> list[int]:
@@ -346,10 +349,10 @@ class Exchange:
         there is no mean.
         """
         heads = self._swapped(t, who, said, terms)
-        differing = self._other_weights(t, heads)
+        differing = self._other_weights(t - 1, heads)
         self._load_again(x, heads, differing)
         everyone = self._everyones(buffers)
-        report = Report(steps={node: heads[node].steps for node in who.shares})
+        report = Report(steps={node: _within(heads[node].steps, terms.most_steps) for node in who.shares})
         report.seconds = {node: heads[node].seconds for node in who.shares}
         report.last = any(head.confirm for head in heads)
         bounds = self._bounds(t, who, heads, said, terms)
@@ -547,63 +550,60 @@ class Exchange:
 
     # the weights of the round before, as they were sent and as they were loaded
 
-    def meet(self, round: int, step: int, x: Tensor, guard: bool) -> tuple[list[Header], bool]:
-        """Meet all nodes before a checkpoint or after the last round: whoever loaded other weights loads them again.
+    def meet(self, round: int, step: int, x: Tensor, guard: bool) -> tuple[list[Header], list[tuple[int, int]]]:
+        """Meet all nodes before a checkpoint or after the last round: nodes that loaded other weights load them again.
 
-        Returns the headers, and whether x changed here.
+        Returns the headers, and (owner, receiver) of what was loaded again; the headers alone, where the nodes are not
+        at the same step.
         """
         heads = self.wire.announce(at_meeting(self._head(0, False, 0.0, Statement()), round, step))
         if any((head.round, head.steps) != (-1 - round, step) for head in heads):
-            return heads, False
+            return heads, []
         if guard:
             _check_finite(round, heads)
-        differing, began_from = self._pairs(heads), self._loaded
+        differing, began_from = self._other_weights(round, heads), self._loaded
         self._load_again(x, heads, differing)
         if step:  # local steps were taken from the other weights: the end of the round must leave them out
             self._loaded = began_from
-        return heads, any(receiver == self.wire.node for _, receiver in differing)
+        return heads, differing
 
-    def _pairs(self, heads: Sequence[Header]) -> list[tuple[int, int]]:
-        return pairs_that_differ([head.sent for head in heads], {k: head.weights for k, head in enumerate(heads)})
+    def _other_weights(self, round: int, heads: Sequence[Header]) -> list[tuple[int, int]]:
+        """(owner, receiver) where a receiver loaded other weights of a round than the owner sent.
 
-    def _other_weights(self, t: int, heads: Sequence[Header]) -> list[tuple[int, int]]:
-        """(owner, receiver) where a receiver loaded other weights than the owner sent; twice in a row ends the run."""
-        differing = self._pairs(heads)
-        again = sorted(self._strained & set(differing))
-        self._strained = set(differing)
+        The same pair in two rounds in a row ends the run.
+        """
+        loaded = {k: head.weights for k, head in enumerate(heads)}
+        differing = pairs_that_differ([head.sent for head in heads], loaded)
+        again = [pair for pair in differing if self._strained.get(pair) == round - 1]
+        self._strained.update(dict.fromkeys(differing, round))
         if again:
-            owner, receiver = again[0]
-            where = f"node {receiver} loaded other weights than node {owner} sent"
-            if owner == receiver:
-                where = f"the weights that node {owner} sent changed in its own memory"
             raise Damaged(
-                f"Round {t}: {where}, for the second round in a row. Either of them or the link between them is at "
-                "fault. Check both, and restart all nodes from the last checkpoint."
+                f"{other_weights(*again[0], round)}, for the second round in a row. {AT_FAULT} Check them, and restart "
+                "all nodes from the last checkpoint."
             )
         return differing
 
     def _load_again(self, x: Tensor, heads: Sequence[Header], differing: Sequence[tuple[int, int]]) -> None:
-        """Give the synchronised weights again to nodes that hold others, from the first node that holds the right ones.
+        """Give partitions of the weights again to nodes that hold others, from a node that holds the right ones.
 
         All nodes have the same headers, so all know who sends and who receives.
         """
-        wrong = sorted({receiver for _, receiver in differing})
-        if not wrong:
-            return
-        sound = [k for k in range(self.wire.nodes) if k not in wrong]
-        if not sound:
-            owners = sorted({owner for owner, _ in differing})
-            raise Damaged(
-                f"No node holds the weights that {named(owners)} sent. Restart all nodes from the last checkpoint."
-            )
-        donor, here, nothing = sound[0], self.wire.node, x[:0]
-        outgoing = [x if here == donor and k in wrong else nothing for k in range(self.wire.nodes)]
-        incoming = [x if here in wrong and k == donor else nothing for k in range(self.wire.nodes)]
-        self.wire.swap(outgoing, incoming)
-        if here in wrong:
-            self._loaded = tuple(passes.checksum(x[self.layout.stretch(k)]) for k in range(self.wire.nodes))
-            if self._loaded != tuple(head.sent for head in heads):
+        here, nothing = self.wire.node, x[:0]
+        for owner in sorted({owner for owner, _ in differing}):
+            wrong = {receiver for other, receiver in differing if other == owner}
+            donor = next((k for k in (owner, *range(self.wire.nodes)) if k not in wrong), None)
+            if donor is None:
+                raise Damaged(
+                    f"No node holds the weights that node {owner} sent. Restart all nodes from the last checkpoint."
+                )
+            part = x[self.layout.stretch(owner)]
+            outgoing = [part if here == donor and k in wrong else nothing for k in range(self.wire.nodes)]
+            incoming = [part if here in wrong and k == donor else nothing for k in range(self.wire.nodes)]
+            self.wire.swap(outgoing, incoming)
+            if here in wrong and passes.checksum(part) != heads[owner].sent:
                 raise damaged("what was sent again of the weights", donor, here)
+        if any(receiver == here for _, receiver in differing):
+            self._loaded = tuple(head.sent for head in heads)
 
     # verdicts
 
@@ -611,9 +611,10 @@ class Exchange:
         self, t: int, who: Participants, heads: Sequence[Header], said: Statement, terms: Terms
     ) -> limits.Limits:
         """How far each participant can have moved."""
-        if terms.expected is not None:
-            return limits.agreed(t, heads, who.shares, terms.expected, terms.free)
-        return limits.stated(t, heads, who.shares, said.bound, terms.free, self.names, self.wire.gather)
+        if terms.expected is None:
+            return limits.stated(t, heads, who.shares, said.bound, terms.free, self.names, self.wire.gather)
+        nodes, tensors = who.shares, len(self.names)
+        return limits.agreed(t, heads, nodes, terms.expected, said.bound, terms.free, tensors, self.wire.gather)
 
     def _verdicts(
         self,
@@ -759,6 +760,21 @@ class Exchange:
         return [{name: one[name] for name in buffers} for one in found]
 
 
+AT_FAULT = "Either of them or the link between them is at fault."
+
+
+def other_weights(owner: int, receiver: int, round: int) -> str:
+    """What happened between two nodes, in words.
+
+    Examples:
+        >>> other_weights(0, 2, 5)
+        'Node 2 loaded other weights than node 0 sent at the end of round 5'
+    """
+    if owner == receiver:
+        return f"The weights that node {owner} sent at the end of round {round} changed in its own memory"
+    return f"Node {receiver} loaded other weights than node {owner} sent at the end of round {round}"
+
+
 class OtherParameters(Exception):
     """The nodes do not train the same parameters any more; who does what is in their facts."""
 
@@ -771,6 +787,11 @@ def _check_finite(t: int, heads: Sequence[Header]) -> None:
             f"Round {t} ended with weights that are not finite, in the partition of {named(owners)}. Lower the outer "
             "learning rate; where it is always one node, look at its memory. The last checkpoint is from before."
         )
+
+
+def _within(steps: int, most: float) -> int:
+    """Local steps as a header states them, if they can be true; the node is left out otherwise."""
+    return steps if 0 <= steps <= most else 0
 
 
 def _plainly_within(top: float, limit: Bound) -> bool:

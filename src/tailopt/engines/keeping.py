@@ -376,9 +376,10 @@ class Keeper:
         By headers, as at the end of a round: messages of different lengths would end the processes without a word.
         """
         across, round = self.crew.across, node.round
-        heads, changed = node.exchange.meet(round, step, node.x, self.guard)
-        if changed and not step:
-            node.load()
+        heads, differing = node.exchange.meet(round, step, node.x, self.guard)
+        # in the middle of a round the parameters have moved on; its end leaves them out
+        for text in node.loaded_again(differing) if not step else []:
+            self.say(text)
         for k, head in enumerate(heads):
             if (head.round, head.steps) == (-1 - round, step):
                 continue

@@ -42,7 +42,10 @@ def agreed(
     heads: Sequence[Header],
     nodes: Collection[int],
     expected: Callable[[int, int], Bound],
-    free: Collection[int] = (),
+    own: Bound,
+    free: Collection[int],
+    tensors: int,
+    gather: Callable[[Tensor], Tensor],
 ) -> Limits:
     """Bounds from agreed settings.
 
@@ -51,17 +54,30 @@ def agreed(
         heads: of all nodes.
         nodes: the participants.
         expected: (node, steps) -> its bound.
+        own: this node's, as its header states it.
         free: participants without a bound: they continue from weights of their own.
+        tensors: how many there are.
+        gather: everybody's tensor, stacked; called on all nodes or on none.
     """
     remarks = _step_remarks(t, heads, nodes)
     by_node = {node: Bound(None) if node in free else expected(node, heads[node].steps) for node in nodes}
     words = {id(bound): bound_word(bound) for bound in by_node.values()}  # most nodes share one
     bound_nodes = [node for node in nodes if node not in free]
     wrong = {node for node in bound_nodes if heads[node].bound != words[id(by_node[node])]}
+    if len({heads[node].bound for node in bound_nodes}) > 1:
+        # the last digit of a cosine may be another one on another machine: that is no other setting
+        rows = gather(torch.tensor(encoded(own, tensors), dtype=torch.float64)).tolist()
+        wrong = {node for node in wrong if not _close(rows[node], encoded(by_node[node], tensors))}
     if 2 * len(wrong) > len(bound_nodes):
-        # this node is the one that differs: the others exclude it, and it must not exclude the honest majority
-        return Limits(dict.fromkeys(nodes, Bound(None)), remarks=remarks)
+        # this node is the one that differs: the others exclude it, and it must not exclude the honest majority. It
+        # keeps the kind of the bounds, on which the number of messages depends.
+        by_node = {node: Bound(bound.kind, math.inf, 0.0, bound.steps) for node, bound in by_node.items()}
+        return Limits(by_node, remarks=remarks)
     return Limits(by_node, wrong, remarks)
+
+
+def _close(stated: Sequence[float], expected: Sequence[float]) -> bool:
+    return all(map(lambda a, b: a == b or math.isclose(a, b, rel_tol=1e-6), stated, expected))
 
 
 def stated(
@@ -142,7 +158,7 @@ def _other_coefficients(
     for node in nodes:
         values = [_number(value) / max(heads[node].steps, 1) for value in rows[node][1:]]
         pairs = enumerate(zip(values, medians, strict=True))
-        other = [(i, value) for i, (value, median) in pairs if not math.isclose(value, median, rel_tol=1e-6)]
+        other = [(i, value) for i, (value, median) in pairs if not _close([value], [median])]
         if other:
             differing[node] = other[0]
     return differing

@@ -82,7 +82,10 @@ class Heart:
         self.hurry = False
         self.accuse: dict[str, Any] | None = None  # to be posted, unless somebody was first
         self.round, self.step, self.waits = 0, 0, False  # of this node
-        self.places: dict[int, tuple[int, int, bool]] = {}  # of the others: round, local step, whether they wait
+        self.messages = 0  # that have come or gone: a long exchange makes progress too
+        self.places: dict[
+            int, tuple[int, int, bool, int]
+        ] = {}  # of the others: round, step, whether they wait, messages
         self.last_good: Callable[[], str] = str  # from where the run can go on, in words
         self.keeper = ""  # who serves the store, in words
         self._leaving: str | None = None
@@ -128,7 +131,7 @@ class Heart:
 
     def _poll(self) -> None:
         now = time.monotonic()  # before reading: a pause in between must not age anybody
-        at = (self.round, self.step, self.waits)
+        at = (self.round, self.step, self.waits, self.messages)
         sign = {"count": self.polls, "left": self._leaving, "knows": self.verdict is not None, "at": at}
         self._own.set(f"sign/{self.node}", json.dumps(sign))
         others = [k for k in range(self.nodes) if k != self.node]
@@ -139,8 +142,8 @@ class Heart:
             seen = json.loads(text)
             self.ages[k] = self.ages.get(k, 0.0) + gap if self._counts.get(k) == seen["count"] else 0.0
             self._counts[k] = seen["count"]
-            round, step, waits = seen["at"]
-            self.places[k] = (int(round), int(step), bool(waits))
+            round, step, waits, messages = seen["at"]
+            self.places[k] = (int(round), int(step), bool(waits), int(messages))
             if seen["left"] is not None:
                 self.left[k] = seen["left"]
             if seen["knows"]:
@@ -244,6 +247,10 @@ class Peers:
     def at(self, round: int, step: int) -> None:
         """Say where this node is."""
         self._heart.round, self._heart.step = round, step
+
+    def message_done(self) -> None:
+        """Count a message that has come or gone."""
+        self._heart.messages += 1
 
     def can_go_on_from(self, words: Callable[[], str]) -> None:
         """Say what the last words of this node tell about checkpoints."""
@@ -409,7 +416,7 @@ class _Vigil:
         self.peers = peers
         self.polls, self.quiet, self.since = peers._heart.polls, 0.0, 0.0
         self.waited = 0.0
-        self.places: dict[int, tuple[int, int, bool]] = {}
+        self.places: dict[int, tuple[int, int, bool, int]] = {}
         self.stalled: dict[int, float] = {}  # how long each node has been where it is
         self.last = time.monotonic()
 
@@ -447,17 +454,17 @@ class _Vigil:
         for k, place in peers._heart.places.items():
             self.stalled[k] = self.stalled.get(k, 0.0) + gap if self.places.get(k) == place else 0.0
             self.places[k] = place
-        busy = {k: self.stalled[k] for k, (_, _, waits) in self.places.items() if not waits}
+        busy = {k: self.stalled[k] for k, (_, _, waits, _) in self.places.items() if not waits}
         slowest = max(busy, key=lambda k: busy[k], default=None)
         if slowest is not None and self.waited > peers.timeout and peers._warned_in != peers.round:
             peers._warned_in = peers.round
-            round, step, _ = self.places[slowest]
+            round, step, *_ = self.places[slowest]
             warnings.warn(
                 f"Round {peers.round} has waited for node {slowest} for {self.waited:.0f} s: it shows signs of life, "
                 f"and is in round {round}, after {step} local steps.",
                 stacklevel=7,
             )
-        if limit is None:
+        if limit is None or not peers.round:  # before the first round a node may wait for a run folder
             return
         if slowest is not None and busy[slowest] > limit:
             step = self.places[slowest][1]

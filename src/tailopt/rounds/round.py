@@ -85,8 +85,8 @@ class Report:
     """What happened in a round; losses and statistics of the nodes that counted, inner states of the sound ones.
 
     own: where those go on from whose contributions were lost, if it is not from the synchronised weights.
-    Real nodes add: seconds of their local steps, remarks about nodes that differ from the others, and whether this may
-    be the last round.
+    Real nodes add: seconds of their local steps, remarks about nodes that differ from the others, whether this may be
+    the last round, and notes about weights that a node had to load again.
     """
 
     excluded: list[Exclusion] = field(default_factory=list)
@@ -99,6 +99,7 @@ class Report:
     seconds: dict[int, float] = field(default_factory=dict)
     remarks: dict[int, str] = field(default_factory=dict)
     last: bool = False
+    notes: list[str] = field(default_factory=list)
 
     def loss(self) -> float:
         """The mean over the nodes that counted, with their weights; NaN where nothing arrived."""
