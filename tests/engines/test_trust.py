@@ -60,9 +60,9 @@ def test_a_stranger_at_the_port_of_the_store_can_end_the_run() -> None:
         assert len(signs) == 2 and stranger is not None
         key = re.sub(r"tailopt/[\d-]+/(\d+)/sign/\d$", r"tailopt/\1/verdict", signs[0])
         stranger.set(key, json.dumps({"node": 1, "round": 7, "reason": "a stranger says so"}))
-        for node in nodes:
-            _, said = node.communicate(timeout=60)
-            assert node.returncode != 0 and "a stranger says so" in said
+        said = [node.communicate(timeout=60)[1] for node in nodes]
+        assert all(node.returncode != 0 for node in nodes)
+        assert any("a stranger says so" in text for text in said)  # node 0 may take the store away before node 1 looks
     finally:
         for node in nodes:
             node.kill()

@@ -123,7 +123,7 @@ def test_torchrun_goes_on_to_the_same_bits(fault: str, everything: tuple[Path, d
         network = faults.Network(lost.NODES) if parted else None
     except faults.Unavailable as error:
         pytest.skip(str(error))
-    scene = {"fault": fault, "node": 2, "out": str(tmp_path), "run": str(tmp_path / "run"), "patience": 60.0}
+    scene = {"fault": fault, "node": 2, "out": str(tmp_path), "run": str(tmp_path / "run")}
     agents, nodes = (lost.NODES, 1) if parted else (1, lost.NODES)
     address, port = (network.address(0), 29500) if network else ("127.0.0.1", lost.free_port())
     command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=1", "--monitor-interval=0.5"]

@@ -201,6 +201,8 @@ def _reach_and_apart(device: torch.device, clip: Coordinates, rate: Number) -> T
 def _rms(p: Tensor) -> Tensor:
     parts = real_parts(p)
     kind = torch.float64 if parts.dtype == torch.float64 else torch.float32
+    if parts.dtype.itemsize == 1:  # torch promotes no float8
+        parts = parts.to(kind)
     norm: Tensor = torch.linalg.vector_norm(parts, dtype=kind)
     return norm / math.sqrt(parts.numel())
 
