@@ -60,6 +60,7 @@ LINGER = 2.0  # for an exchange to end of its own accord once a node has left, a
 GRACE = 4.0  # from NodeLost to the end of the process
 LEAST = 3.0  # the shortest timeout: a few beats
 ENVIRONMENT = "environment"
+TOLD = "it was told to end (SIGTERM)"
 _WORDS = re.compile("connection|timed out|timeout|peer|socket|broken pipe|pair", re.IGNORECASE)
 
 
@@ -443,6 +444,11 @@ class _Vigil:
             return
         self.since += gap
         for node, why in self.peers._heart.left.items():
+            # torchrun tells all nodes to end when one is gone: that one is silent, and it is the one to be named
+            if why == TOLD:
+                if self.since > SILENT + 3 * BEAT:
+                    self.peers._accuse(node, why, closed)
+                continue
             # one that left after this very exchange has done its part: let it end
             if why.startswith("it failed") or closed is not None or self.since > LINGER:
                 self.peers._accuse(node, why, closed)
@@ -473,7 +479,8 @@ class _Vigil:
             peers.stuck()
 
     def _silent(self, closed: BaseException | None) -> None:
-        ages = self.peers._heart.ages
+        heart = self.peers._heart
+        ages = {k: age for k, age in heart.ages.items() if heart.left.get(k) != TOLD}
         worst = max(ages, key=lambda k: ages[k], default=None)
         most = self.peers.timeout if closed is None else min(SILENT, self.peers.timeout)
         if worst is not None and ages[worst] > most:
@@ -668,7 +675,7 @@ def _told_to_end() -> str:
     if heart.broken:
         sentence = f"{heart.keeper} is gone {_when(heart.round)}: {heart.broken}."
     told = "This node was told to end (SIGTERM)"
-    heart.leave("it was told to end (SIGTERM)")
+    heart.leave(TOLD)
     heart.ended(LINGER)
     return block(sentence or f"{told} {_when(heart.round)}; all other nodes showed signs of life.", heart.last_good())
 

@@ -181,8 +181,8 @@ def _put(path: Path, mine: dict[str, Any]) -> bool:
         return False
     data = _written(mine)
     fresh = disk.hidden(path)
-    fresh.write_bytes(data)
     try:
+        fresh.write_bytes(data)
         os.link(fresh, path)
         return True
     except FileExistsError:
@@ -196,8 +196,12 @@ def _put(path: Path, mine: dict[str, Any]) -> bool:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     except FileExistsError:
         return False
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+    except OSError:  # a full disk: an empty lock would keep everybody out for a minute
+        path.unlink(missing_ok=True)
+        raise
     return True
 
 
