@@ -12,7 +12,7 @@ WORKERS ?= 2
 
 BIN := .venv/bin
 READY := .venv/.ready
-KERNEL := $(wildcard src/tailopt/clipping/cpu.c)
+KERNEL := $(wildcard src/tailopt/native/cpu.c)
 BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
 
 .PHONY: demo test lint bench docs slow gpu clean
@@ -49,5 +49,5 @@ $(READY): pyproject.toml setup.py constraints.txt $(KERNEL)
 
 clean:
 	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
-	rm -f src/tailopt/clipping/_cpu.*
+	rm -f src/tailopt/native/_cpu.*
 	find . -name __pycache__ -type d -not -path "./.venv/*" -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """The optional C kernel; everything else about the package is in pyproject.toml.
 
-`src/tailopt/clipping/cpu.c` becomes `tailopt/clipping/_cpu.abi3.so`. It uses neither Python's nor torch's C API: it
+`src/tailopt/native/cpu.c` becomes `tailopt/native/_cpu.abi3.so`. It uses neither Python's nor torch's C API: it
 is loaded by path with ctypes and never imported, so one build serves every Python. Where no compiler works, the build
 goes on without it, and the wheel is then tagged `py3-none-any`: a platform in a wheel's name means that the kernel is
 in it.
@@ -87,8 +87,8 @@ class TaggedByContent(bdist_wheel):
 setup(
     ext_modules=[
         Extension(
-            "tailopt.clipping._cpu",
-            ["src/tailopt/clipping/cpu.c"],
+            "tailopt.native._cpu",
+            ["src/tailopt/native/cpu.c"],
             depends=["setup.py"],
             libraries=[] if sys.platform == "win32" else ["m"],  # fma, where the processor has none
             optional=True,

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 import tailopt
-from tailopt.clipping import cpu
 from tailopt.clipping.reference import Coordinates, Step
 from tailopt.clipping.update import KERNELS, Batch
+from tailopt.native import library as native
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 TOLERANCE = 0.05
@@ -226,7 +226,7 @@ def machine() -> str:
         name = next(
             line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
         )
-    library = cpu.loaded()
+    library = native.loaded()
     variant = library.variants[-1] if library else "no C kernel"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent)
     return (

@@ -37,9 +37,9 @@ import torch.distributed as dist
 from cpu_step import TOLERANCE, gpt2_shapes, machine, put
 from torch import Tensor
 
-from tailopt.engines import passes
-from tailopt.engines.distributed import Node
-from tailopt.engines.exchange import Statement, Terms, Wire
+from tailopt.distributed import flat_kernels
+from tailopt.distributed.exchange import Statement, Terms, Wire
+from tailopt.distributed.nested_optimizer import Node
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.participants import Sampling
 from tailopt.rules.table import OUTER
@@ -81,7 +81,7 @@ def competitors(size: str) -> tuple[dict[str, Callable[[], None]], Callable[[], 
 
     def alone() -> None:
         part.wire.swap([part.delta[part.layout.stretch(k)] for k in range(wire.nodes)], part._received)
-        passes.mean(part._received, list(who.shares.values()), 1.0)
+        flat_kernels.mean(part._received, list(who.shares.values()), 1.0)
         part.share(node.x)
 
     def whole() -> None:

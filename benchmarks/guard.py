@@ -22,7 +22,7 @@ import torch
 from cpu_step import gpt2_shapes, machine, put
 from torch import Tensor
 
-from tailopt.clipping import cpu
+from tailopt.native import library as native
 from tailopt.rounds import guard
 from tailopt.rounds.guard import Bound, Exclusion, judge
 
@@ -51,7 +51,7 @@ def whole_squares(x: Tensor, least: float) -> list[float]:
 
 def timed(way: str, test: Callable[[], Exclusion | None]) -> tuple[float, Exclusion | None]:
     """Seconds of one test, and its verdict."""
-    library = cpu.loaded() if way == KERNEL else None
+    library = native.loaded() if way == KERNEL else None
     size, squares = (1 << 62, whole_squares) if way == WHOLE else (guard.PIECE, guard._ulp_squares)
     with (
         patch.object(guard.cpu, "loaded", lambda: library),
@@ -103,8 +103,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="*", default=[1])
     parser.add_argument("--write", action="store_true", help="put the table into benchmarks/RESULTS.md")
     arguments = parser.parse_args()
-    if cpu.loaded() is None:
-        raise SystemExit(f"No C kernel to measure: {cpu.why_missing()}")
+    if native.loaded() is None:
+        raise SystemExit(f"No C kernel to measure: {native.why_missing()}")
     torch.set_num_threads(arguments.threads[0])
     head = f"{machine()} {arguments.repetitions} repetitions; load {os.getloadavg()[0]:.1f} at the start."
     table = ["| bound | parameters | threads | by | seconds: median [least, most] | ratio to the kernel |"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engines import forked
+from tests.distributed import forked
 
 
 @pytest.fixture(scope="session")

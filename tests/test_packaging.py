@@ -16,7 +16,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-LIBRARY = "tailopt/clipping/_cpu.abi3.so"
+LIBRARY = "tailopt/native/_cpu.abi3.so"
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="checks names and linkage as on Linux"),
@@ -98,7 +98,7 @@ def complaints(result):
 def test_sdist_holds_sources_and_tests_and_no_library(sdist):
     there = names(sdist)
     for path in (
-        "pyproject.toml", "setup.py", "LICENSE", "README.md", "src/tailopt/clipping/cpu.c", "src/tailopt/py.typed",
+        "pyproject.toml", "setup.py", "LICENSE", "README.md", "src/tailopt/native/cpu.c", "src/tailopt/py.typed",
         "tests/test_packaging.py",
     ):  # fmt: skip
         assert path in there

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 import tailopt
 from tailopt import BiClip, L2Clip, biclip, biclip_l2, l2clip
-from tailopt.clipping.cpu import loaded
 from tailopt.clipping.reference import Coordinates, Step
 from tailopt.clipping.update import KERNELS, Batch
+from tailopt.native.library import loaded
 
 PAGE = Path(__file__).parents[1] / "docs" / "support-matrix.md"
 BEGIN, END = "<!-- matrix:begin -->\n", "<!-- matrix:end -->\n"

@@ -7,7 +7,7 @@ by any algorithm of the paper, simulated on one machine.
 from tailopt.algorithms import Algorithm, algorithm
 from tailopt.clipping.counts import Counts, count, standardised
 from tailopt.clipping.operators import biclip, biclip_l2, l2clip
-from tailopt.engines.distributed import NestedOptimizer
+from tailopt.distributed.nested_optimizer import NestedOptimizer
 from tailopt.engines.simulate import Result, simulate
 from tailopt.optimizers.biclip import BiClip
 from tailopt.optimizers.checkpoints import load_named_state_dict, named_state_dict

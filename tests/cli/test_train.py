@@ -15,10 +15,10 @@ import torch
 
 from tailopt.cli import train
 from tailopt.cli.main import main
-from tailopt.engines.verify import recorded
+from tailopt.distributed.training import recorded
 from tailopt.records import checkpoints, history
 from tailopt.rounds.drops import Drops
-from tests.engines import forked
+from tests.distributed import forked
 
 ROOT = Path(__file__).parents[2]
 

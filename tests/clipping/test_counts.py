@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tailopt import BiClip, Counts, count, standardised
 from tailopt.clipping import counts as module
-from tailopt.clipping import cpu
+from tailopt.native import library
 
 INF, NAN = math.inf, math.nan
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -31,7 +31,7 @@ def use(monkeypatch):
     def choose(path: str) -> None:
         if path == "torch":
             monkeypatch.setattr(module, "loaded", lambda: None)
-        elif cpu.loaded() is None:
+        elif library.loaded() is None:
             pytest.skip("the C kernel was not built")
 
     return choose
@@ -269,7 +269,7 @@ def test_what_each_mode_keeps(mode) -> None:
 # --- the two paths --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(cpu.loaded() is None, reason="the C kernel was not built")
+@pytest.mark.skipif(library.loaded() is None, reason="the C kernel was not built")
 @every_dtype
 @pytest.mark.parametrize("n", [0, 1, 63, 1000, 65_535, 65_536, 200_003])
 @pytest.mark.parametrize("numbers", [(1.0, 0.1), (0.5, 0.5), (1.0, 0.1, 0.3), (INF, 0.0)], ids=str)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tailopt.clipping.cpu import loaded
 from tailopt.clipping.norms import _pairs_by_torch, largest, nonfinite, rescalings
 from tailopt.clipping.reference import Rescaled
+from tailopt.native.library import loaded
 
 INF, NAN = math.inf, math.nan
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tailopt.clipping import cpu, reference
+from tailopt.clipping import reference
 from tailopt.clipping import update as updates
 from tailopt.clipping.counts import Watch
 from tailopt.clipping.reference import Coordinates, Rescaled, Step
 from tailopt.clipping.update import CHUNK, KERNELS, Batch, update, which
+from tailopt.native import library as native
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SIZES = [*range(70), 127, 128, 129, 255, 256, 257, 511, 512, 513, 1023, 1025, 4095, 4097, 65535, 65536, 65537]
@@ -111,10 +112,10 @@ def test_chunked_at_its_edges(dtype: torch.dtype) -> None:
         assert not (wrong := differing(p, g, after, STEPS["decay"])), wrong
 
 
-@pytest.mark.skipif(cpu.loaded() is None, reason="the C kernel was not built")
+@pytest.mark.skipif(native.loaded() is None, reason="the C kernel was not built")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_instruction_set_and_thread_count_agree(dtype: torch.dtype) -> None:
-    library = cpu.loaded()
+    library = native.loaded()
     assert library is not None
     pairs = [(special(n, dtype, n), special(n, dtype, n + 1)) for n in (5, 1000, 70_000, 200_001)]
     row = updates._row(STEPS["decay"], torch.float64 if dtype == torch.float64 else torch.float32)
@@ -122,7 +123,7 @@ def test_every_instruction_set_and_thread_count_agree(dtype: torch.dtype) -> Non
     for variant in library.variants:
         for threads in (1, 2, 3):
             params = [p.clone() for p, _ in pairs]
-            tallies = cpu.Tallies.empty(len(pairs), histogram=True)
+            tallies = native.Tallies.empty(len(pairs), histogram=True)
             tallies.phase = 7
             grads = [g for _, g in pairs]
             library.run("biclip", params, grads, [0] * 4, row, tallies=tallies, variant=variant, threads=threads)
@@ -207,7 +208,7 @@ def test_version_counters_move_so_that_autograd_notices() -> None:
 
 def test_which_names_the_kernel_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     p, g, step = torch.zeros(4, 4), torch.ones(4, 4), STEPS["plain"]
-    if cpu.loaded() is not None:
+    if native.loaded() is not None:
         assert which(p, g, step).kernel.name == "c"
     assert "lie differently" in which(p, g.t().contiguous().t(), step).why
     assert which(p, g.to_sparse(), step).kernel.name == "single"

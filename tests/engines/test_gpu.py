@@ -29,7 +29,7 @@ import tailopt
 from tailopt.algorithms import ALGORITHMS
 from tailopt.records.checkpoints import digest
 from tailopt.seeds import generator
-from tests.engines import nodes
+from tests.distributed import nodes
 
 ROOT = Path(__file__).parents[2]
 COUNT, ROUNDS, STEPS = 2, 4, 3

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 import tailopt
-from tailopt.engines.exchange import Wire
+from tailopt.distributed.exchange import Wire
 from tailopt.records import checkpoints, disk
-from tests.engines import forked
+from tests.distributed import forked
 
 pytest.importorskip("resource", reason="processes are forked")
 

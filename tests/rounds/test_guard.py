@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tailopt
-from tailopt.clipping import cpu
 from tailopt.clipping.operators import arithmetic
+from tailopt.native import library
 from tailopt.rounds.guard import Bound, Exclusion, _farthest, _ulp_squares, bound, judge
 from tailopt.rules.rule import Numbers, Rule, State
 from tailopt.rules.table import INNER
@@ -313,7 +313,7 @@ def test_tensors_without_elements_are_fine() -> None:
 
 # --- in C and in torch ----------------------------------------------------------------------------------------------
 
-KERNEL = cpu.loaded()
+KERNEL = library.loaded()
 needs_kernel = pytest.mark.skipif(KERNEL is None, reason="the C kernel was not built")
 HALVES = [torch.float32, torch.bfloat16, torch.float16]
 MAGNITUDES = [0.0, 1e-45, 1e-40, 1.2e-38, 1e-20, 2.0**-24, 1e-6, 0.02, 1.0, 65504.0, 1e30, 3e38, math.inf, math.nan]

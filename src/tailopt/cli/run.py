@@ -23,8 +23,8 @@ from tailopt.cli.configuration import (
     sections,
 )
 from tailopt.cli.tables import word
+from tailopt.distributed.training import DIGESTS
 from tailopt.engines.simulate import simulate
-from tailopt.engines.verify import DIGESTS
 from tailopt.records.folder import ENVIRONMENT, HISTORY, LOG, TIMES, Run, is_run
 from tailopt.records.identity import CONFIG, RUN
 

@@ -15,10 +15,10 @@ from tailopt.cli.configuration import Configuration, Pairs, override, read, reso
 from tailopt.cli.run import OPTIONS as RUN_OPTIONS
 from tailopt.cli.run import written
 from tailopt.cli.tables import word
-from tailopt.engines import closing
-from tailopt.engines.distributed import NestedOptimizer
-from tailopt.engines.peers import connect
-from tailopt.engines.verify import train
+from tailopt.distributed import last_words
+from tailopt.distributed.nested_optimizer import NestedOptimizer
+from tailopt.distributed.peers import connect
+from tailopt.distributed.training import train
 from tailopt.rounds.drops import Drops
 
 OPTIONS = {**RUN_OPTIONS, "--resume": False, "--timeout": True}
@@ -60,7 +60,7 @@ def command(arguments: argparse.Namespace, pairs: Pairs) -> int:
     chosen = resolve(override(tables, pairs))
     connect(arguments.timeout)
     if not arguments.resume:
-        closing.resume_arguments[:] = ["--resume"]
+        last_words.resume_arguments[:] = ["--resume"]
     try:
         trained(chosen, Path(arguments.out), arguments.resume, arguments.timeout, arguments.quiet)
     finally:

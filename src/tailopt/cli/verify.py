@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tailopt.cli.configuration import Pairs, resolve, sections
-from tailopt.engines.verify import replay
+from tailopt.distributed.training import replay
 from tailopt.records.folder import Run, environment
 
 EXAMPLE = """\

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
-from tailopt.clipping.cpu import DTYPES, Tallies, addresses, loaded, sizes
 from tailopt.clipping.memory import check_memory
 from tailopt.clipping.operators import arithmetic, check_thresholds, real_parts
 from tailopt.clipping.shards import is_dtensor
+from tailopt.native.library import DTYPES, Tallies, addresses, loaded, sizes
 
 COMPLETE_BELOW = 65_536  # smaller tensors enter a histogram whole
 STRIDE = 32  # of larger ones, one cache line in so many

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tailopt.clipping.counts import add
-from tailopt.clipping.cpu import Tallies
 from tailopt.clipping.operators import real_parts
 from tailopt.clipping.reference import Number, Rescaled
 from tailopt.clipping.shards import by_ranks, is_dtensor, over_shards
+from tailopt.native.library import Tallies
 
 UNTHRESHOLDED = (float("inf"), 0.0, 0.0)
 

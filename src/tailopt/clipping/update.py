@@ -25,11 +25,11 @@ from torch import Tensor
 
 from tailopt.clipping import reference
 from tailopt.clipping.counts import Watch, is_flat, tally
-from tailopt.clipping.cpu import DTYPES, addresses, loaded, sizes, why_missing
 from tailopt.clipping.memory import check_memory
 from tailopt.clipping.operators import arithmetic, real_parts
 from tailopt.clipping.reference import Coordinates, Number, Rescaled, Step
 from tailopt.clipping.shards import is_dtensor, local_pair, local_part
+from tailopt.native.library import DTYPES, addresses, loaded, sizes, why_missing
 
 CHUNK = (
     262_144  # elements of a buffer: 1 MiB in fp32; 128k to 512k were within 20 % of each other, 32k took twice as long

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tailopt.engines.progress import Progress
 from tailopt.engines.sequential import moved
+from tailopt.progress import Progress
 from tailopt.records import checkpoints
 from tailopt.records.folder import Run
 from tailopt.records.lock import LostLock

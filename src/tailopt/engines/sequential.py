@@ -21,7 +21,7 @@ from torch import Tensor
 from tailopt.algorithms import Algorithm
 from tailopt.clipping.counts import Counts, Watch, is_flat, tally
 from tailopt.clipping.operators import arithmetic
-from tailopt.engines.sources import LossFunction, Source, batch_digest, to_device
+from tailopt.engines.batches import LossFunction, Source, batch_digest, to_device
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.round import Contribution, Own, Report, Synchronised

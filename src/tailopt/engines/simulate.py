@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tailopt.algorithms import Algorithm
-from tailopt.engines.arguments import (
+from tailopt.arguments import (
     check_counts,
     check_flags,
     check_function,
@@ -23,9 +23,9 @@ from tailopt.engines.arguments import (
     checked_loggers,
     checked_seed,
 )
+from tailopt.engines.batches import BatchFunction, FromData, FromFunction, LossFunction, Source
 from tailopt.engines.loop import Evaluate, Loop, check, restore
 from tailopt.engines.sequential import PRECISIONS, Sequential, trainable
-from tailopt.engines.sources import BatchFunction, FromData, FromFunction, LossFunction, Source
 from tailopt.records import checkpoints
 from tailopt.records.folder import opened, storable
 from tailopt.rounds import robust

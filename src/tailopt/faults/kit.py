@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tailopt.engines.distributed import NestedOptimizer
-from tailopt.engines.exchange import Wire
-from tailopt.engines.header import Header
+from tailopt.distributed.exchange import Wire
+from tailopt.distributed.header import Header
+from tailopt.distributed.nested_optimizer import NestedOptimizer
 from tailopt.faults import disk, network
 
 

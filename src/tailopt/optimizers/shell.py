@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from tailopt.clipping.counts import Counts, Watch
-from tailopt.clipping.cpu import DTYPES
 from tailopt.clipping.norms import nonfinite
 from tailopt.clipping.operators import check_kind, check_shape, check_thresholds, threshold_order
 from tailopt.clipping.reference import Number, Step
 from tailopt.clipping.shards import is_dtensor, local_pair
 from tailopt.clipping.update import Batch, Roster
+from tailopt.native.library import DTYPES
 from tailopt.optimizers.threshold_warning import warn_caller
 
 POLICIES = ("propagate", "skip", "raise")

@@ -25,12 +25,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from tailopt.clipping.counts import add, moved_and_raised
-from tailopt.clipping.cpu import Tallies
 from tailopt.clipping.memory import is_freed
 from tailopt.clipping.operators import is_transformed, real_parts
 from tailopt.clipping.reference import Coordinates, Number
 from tailopt.clipping.shards import is_dtensor
 from tailopt.clipping.update import Batch
+from tailopt.native.library import Tallies
 
 SHARE = 0.999  # of the coordinates that move
 SMALL = 1e-4  # of the RMS weight

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tailopt.clipping import cpu
+from tailopt.native import library
 from tailopt.rounds.blocks import BLOCK, added, norm, root, squares
 from tailopt.rules.rule import Numbers, Rule, of, product
 
@@ -148,7 +148,7 @@ def _beyond_coordinates(
     a, c = ([of(value, i) for i in range(len(names))] for value in (limit.a, limit.c))
     # a is the least that b can be: a top within it is the usual case
     close = [i for i, top in enumerate(tops) if isinstance(a[i], Tensor) or not top <= a[i]]
-    kernel = cpu.loaded()
+    kernel = library.loaded()
     found: dict[int, tuple[int, float] | None] = {}
     if kernel is not None:
         fast = [i for i in close if _plain(delta[i], start[i]) and not isinstance(a[i] + c[i], Tensor)]
@@ -219,7 +219,7 @@ def exceeded(moved: float, start: Sequence[Tensor], limit: Bound) -> float | Non
 
 def _ulp_squares(x: Tensor, least: float) -> list[float]:
     """The sum of squares of the ulps of max(|x|, least), of each block."""
-    kernel, line = cpu.loaded(), x.detach().reshape(-1)
+    kernel, line = library.loaded(), x.detach().reshape(-1)
     plain = line.is_cpu and line.is_contiguous() and line.dtype in KERNEL
     found = kernel.ulp_squares(line, least) if kernel is not None and plain else None
     blocks = line.split(BLOCK) if line.numel() else ()

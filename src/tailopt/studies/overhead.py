@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tailopt.algorithms import ALGORITHMS, algorithm
-from tailopt.engines.distributed import NestedOptimizer
-from tailopt.engines.exchange import Wire
-from tailopt.engines.header import Header
+from tailopt.distributed.exchange import Wire
+from tailopt.distributed.header import Header
+from tailopt.distributed.nested_optimizer import NestedOptimizer
 from tailopt.figures.style import pyplot
 from tailopt.records import disk
 from tailopt.studies.claims import Claim, claim_lines, judged

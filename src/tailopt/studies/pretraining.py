@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from tailopt.algorithms import ALGORITHMS, algorithm
+from tailopt.engines.batches import to_device
 from tailopt.engines.simulate import simulate
-from tailopt.engines.sources import to_device
 from tailopt.figures.style import look, pyplot
 from tailopt.paper.tables import algorithm_name
 from tailopt.records import disk, history

@@ -22,8 +22,8 @@ from typing import Any, TypedDict
 import torch
 
 from tailopt.algorithms import ALGORITHMS, Algorithm, algorithm
+from tailopt.engines.batches import to_device
 from tailopt.engines.simulate import simulate
-from tailopt.engines.sources import to_device
 from tailopt.figures.style import band, look, pyplot
 from tailopt.paper import paper_settings
 from tailopt.paper.tables import algorithm_name

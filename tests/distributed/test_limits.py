@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tailopt
-from tailopt.engines.exchange import Wire
-from tests.engines import forked
+from tailopt.distributed.exchange import Wire
+from tests.distributed import forked
 
 pytest.importorskip("resource", reason="processes are forked")
 
-HERE = "tests.engines.test_limits"
+HERE = "tests.distributed.test_limits"
 
 
 class Diverging(torch.optim.SGD):
@@ -137,8 +137,8 @@ def test_a_verdict_that_means_nothing_names_its_sender(server: forked.Server) ->
     ],
 )
 def test_codes_and_tensors_that_no_verdict_has(verdict: tuple[float, float, float, float], said: str) -> None:
-    from tailopt.engines.header import Damaged
-    from tailopt.engines.verdicts import SOUND, unanimous
+    from tailopt.distributed.header import Damaged
+    from tailopt.distributed.verdicts import SOUND, unanimous
 
     rows = [[SOUND, SOUND], [verdict, SOUND]]
     with pytest.raises(Damaged, match=rf"node 1 sent a verdict about node 0 that cannot be read \({said}\)"):
@@ -205,7 +205,7 @@ def test_the_last_bit_of_a_schedule_is_no_other_setting(server: forked.Server) -
 )
 def test_a_majority_is_never_capped_below_its_own_statement(stated: list[tuple[float, int]]) -> None:
     """The cap is ten times the lower median: at least half of the nodes are below it by themselves."""
-    from tailopt.engines.limits import CAP, cap
+    from tailopt.distributed.limits import CAP, cap
 
     rows = {i: [1.0, a * steps, 0.0] for i, (a, steps) in enumerate(stated)}
     capped, medians = cap(rows, {i: steps for i, (_, steps) in enumerate(stated)})

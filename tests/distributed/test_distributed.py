@@ -13,7 +13,7 @@ import torch
 
 import tailopt
 from tailopt.algorithms import ALGORITHMS
-from tests.engines import nodes
+from tests.distributed import nodes
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """What every process saw."""
     here, count = tmp_path_factory.mktemp("nodes"), request.param
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", "tests.engines.nodes"]
+    command = [sys.executable, "-m", "tests.distributed.nodes"]
     processes = [
         subprocess.Popen([*command, str(rank), str(count), str(here / "store"), str(here)], env=environment, cwd=ROOT)
         for rank in range(count)

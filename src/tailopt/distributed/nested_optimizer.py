@@ -27,9 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from tailopt.algorithms import Algorithm
-from tailopt.clipping.shards import by_ranks, is_dtensor, local_part, over_shards
-from tailopt.engines import passes
-from tailopt.engines.arguments import (
+from tailopt.arguments import (
     check_counts,
     check_flags,
     check_function,
@@ -37,9 +35,9 @@ from tailopt.engines.arguments import (
     checked_loggers,
     checked_seed,
 )
-from tailopt.engines.exchange import AT_FAULT, Exchange, OtherParameters, Statement, Terms, Wire, other_weights
-from tailopt.engines.header import PROTOCOL, word_of
-from tailopt.engines.keeping import (
+from tailopt.clipping.shards import by_ranks, is_dtensor, local_part, over_shards
+from tailopt.distributed import flat_kernels
+from tailopt.distributed.checkpointing import (
     Crew,
     Keeper,
     Resumed,
@@ -52,8 +50,10 @@ from tailopt.engines.keeping import (
     restore,
     set_generators,
 )
-from tailopt.engines.peers import Disagreement, comparable, shape
-from tailopt.engines.resume_checks import FirstInputs, Rates, rates
+from tailopt.distributed.exchange import AT_FAULT, Exchange, OtherParameters, Statement, Terms, Wire, other_weights
+from tailopt.distributed.header import PROTOCOL, word_of
+from tailopt.distributed.peers import Disagreement, comparable, shape
+from tailopt.distributed.resume_checks import FirstInputs, Rates, rates
 from tailopt.engines.sequential import Buffers, real
 from tailopt.optimizers.biclip import BiClip
 from tailopt.optimizers.l2clip import L2Clip
@@ -85,7 +85,7 @@ class Node:
         own = self.local()
         shapes, kinds = [p.shape for p in own], [p.dtype for p in own]
         self.exchange = Exchange(wire, list(names), shapes, kinds, _shards(wire.group, self.params), self.params)
-        self.x = passes.room(self.exchange.layout.total, self.exchange.dtype)
+        self.x = flat_kernels.room(self.exchange.layout.total, self.exchange.dtype)
         self.outer: list[State] = [{} for _ in self.exchange.segments]
         self.average: Tensor | None = None
         self.round = 0

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import tailopt
-from tailopt.engines.resume_checks import FirstInputs
-from tests.engines import forked
+from tailopt.distributed.resume_checks import FirstInputs
+from tests.distributed import forked
 
 pytest.importorskip("resource", reason="processes are forked")
 
-HERE = "tests.engines.test_resume_checks"
+HERE = "tests.distributed.test_resume_checks"
 STEPS = 3
 
 

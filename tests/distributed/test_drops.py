@@ -15,7 +15,7 @@ import torch
 
 import tailopt
 from tailopt.records import history
-from tests.engines import dropping, nodes
+from tests.distributed import dropping, nodes
 
 ROOT = Path(__file__).parents[2]
 RESUMED = ("diloco, keep", "avg-biclip, keep")
@@ -26,7 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What every process saw."""
     here = tmp_path_factory.mktemp("drops")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", "tests.engines.dropping"]
+    command = [sys.executable, "-m", "tests.distributed.dropping"]
     processes = [
         subprocess.Popen([*command, str(rank), str(here / "store"), str(here)], env=environment, cwd=ROOT)
         for rank in range(dropping.NODES)

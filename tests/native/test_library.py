@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from tailopt.clipping import cpu
-from tailopt.engines import passes
+from tailopt.distributed import flat_kernels
+from tailopt.native import library as native
 from tailopt.rounds import blocks
 
-SOURCE = Path(cpu.__file__).parents[2]
+SOURCE = Path(native.__file__).parents[2]
 COMPILER = shutil.which("cc") or shutil.which("gcc")
-needs_kernel = pytest.mark.skipif(cpu.loaded() is None, reason="the C kernel was not built")
+needs_kernel = pytest.mark.skipif(native.loaded() is None, reason="the C kernel was not built")
 needs_proc = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads /proc")
 
 
@@ -48,7 +48,7 @@ def test_a_fork_after_a_parallel_step_can_step() -> None:
     program = """
         import os, signal, torch
         from tailopt import BiClip, L2Clip
-        from tailopt.clipping import cpu
+        from tailopt.native import library as native
 
         assert torch.get_num_threads() == 2
         n = 1 << 20
@@ -66,7 +66,7 @@ def test_a_fork_after_a_parallel_step_can_step() -> None:
         child = os.fork()
         if child == 0:
             signal.alarm(20)  # a hanging child ends too
-            ok = step(-0.5) and cpu._forked
+            ok = step(-0.5) and native._forked
             grandchild = os.fork()
             if grandchild == 0:
                 signal.alarm(10)
@@ -74,7 +74,7 @@ def test_a_fork_after_a_parallel_step_can_step() -> None:
             os._exit(0 if ok and os.waitpid(grandchild, 0)[1] == 0 else 1)
         status = os.waitpid(child, 0)[1]
         assert status == 0, status
-        assert step(-0.5) and not cpu._forked  # and the parent still has its threads
+        assert step(-0.5) and not native._forked  # and the parent still has its threads
         print("stepped")
     """
     assert "stepped" in run(program)
@@ -90,7 +90,7 @@ def test_there_is_one_openmp_runtime_and_one_pool() -> None:
     program = """
         import os, re, torch
         from tailopt import BiClip
-        from tailopt.clipping import cpu
+        from tailopt.native import library as native
 
         def threads():
             return len(os.listdir("/proc/self/task"))
@@ -103,7 +103,7 @@ def test_there_is_one_openmp_runtime_and_one_pool() -> None:
         BiClip([p], statistics=True).step()
         after = threads()
         runtimes = set(re.findall(r"\\S*lib(?:gomp|omp|iomp)\\S*", open("/proc/self/maps").read()))
-        print(cpu.loaded().openmp, len(runtimes), after - before, sorted(runtimes))
+        print(native.loaded().openmp, len(runtimes), after - before, sorted(runtimes))
     """
     openmp, runtimes, more, *_ = run(program).split(maxsplit=3)
     if openmp == "False":
@@ -155,8 +155,8 @@ def test_a_step_needs_no_memory() -> None:
 EVERYTHING = """
     import torch
     from tailopt import BiClip, L2Clip, count
-    from tailopt.clipping.cpu import loaded
-    from tailopt.engines import passes
+    from tailopt.native.library import loaded
+    from tailopt.distributed import flat_kernels
     from tailopt.rounds.guard import Bound, judge
 
     kernel = loaded()
@@ -173,13 +173,13 @@ EVERYTHING = """
                 row = [-0.1, 0.9, 0.0, 1.0, 0.5, 0.0, 1.0, 2.0, 1.0]
                 kernel.run(operation, [p.detach()], [p.grad], [0], row, variant=variant)
         count([p.grad], 1.0, 0.5)
-    span = passes.Span(0, 0, 0, 1031, 0)
+    span = flat_kernels.Span(0, 0, 0, 1031, 0)
     x, delta = strange.clone(), torch.zeros(1031)
-    passes.load([delta], x, [span], [0, 1031])
-    passes.moved([delta], x, torch.zeros(1031), [span], [0, 1031])
-    passes.look(x)
-    passes.mean([x, x], [0.5, 0.5], 1.0)
-    passes._fused()
+    flat_kernels.load([delta], x, [span], [0, 1031])
+    flat_kernels.moved([delta], x, torch.zeros(1031), [span], [0, 1031])
+    flat_kernels.look(x)
+    flat_kernels.mean([x, x], [0.5, 0.5], 1.0)
+    flat_kernels._fused()
     judge(0, [torch.ones(1031)], [strange], ["w"], Bound("coordinate", 0.0, 0.1, 1), {})
     judge(0, [torch.ones(1031)], [strange], ["w"], Bound("norm", 0.0, 0.0, 1), {})
     print("defined")
@@ -194,7 +194,7 @@ def test_the_kernel_does_nothing_that_c_leaves_undefined(tmp_path: Path) -> None
         pytest.skip("no C compiler")
     folder = tmp_path / "trapping"
     without_library(folder)
-    here = folder / "tailopt" / "clipping"
+    here = folder / "tailopt" / "native"
     flags = [
         "-O1",
         "-fsanitize=undefined",
@@ -215,7 +215,7 @@ STEP = """
     import warnings, torch
     warnings.simplefilter("always")
     from tailopt import BiClip, L2Clip, count
-    from tailopt.clipping.cpu import loaded, why_missing
+    from tailopt.native.library import loaded, why_missing
 
     assert loaded() is None
     print(why_missing())
@@ -246,8 +246,8 @@ def test_without_the_library_it_steps_and_says_so_once(tmp_path: Path) -> None:
 
 @pytest.fixture
 def loader(tmp_path: Path, monkeypatch) -> Any:
-    """cpu.py once more, beside another library or none."""
-    spec = importlib.util.spec_from_file_location("cpu_elsewhere", shutil.copy(cpu.__file__, tmp_path))
+    """library.py once more, beside another library or none."""
+    spec = importlib.util.spec_from_file_location("cpu_elsewhere", shutil.copy(native.__file__, tmp_path))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "cpu_elsewhere", module)
@@ -275,7 +275,7 @@ def test_a_corrupt_library_is_named(loader, tmp_path: Path, content: bytes) -> N
 def test_a_library_of_another_version_is_refused(loader, tmp_path: Path) -> None:
     build(tmp_path, "int tailopt_version(void) { return 99; }")
     assert loader.loaded() is None
-    assert f"has version 99, this release needs {cpu.VERSION}. Reinstall" in loader.why_missing()
+    assert f"has version 99, this release needs {native.VERSION}. Reinstall" in loader.why_missing()
 
 
 def test_a_foreign_library_is_refused(loader, tmp_path: Path) -> None:
@@ -292,10 +292,10 @@ def test_no_library_at_all(loader) -> None:
 
 @needs_kernel
 def test_the_numbers_match_those_of_the_source() -> None:
-    source = (SOURCE / "tailopt" / "clipping" / "cpu.c").read_text(encoding="utf-8")
-    assert f"#define VERSION {cpu.VERSION}\n" in source
-    assert f"BINS = {cpu.BINS} }}" in source
-    assert f"BLOCK = {blocks.BLOCK} }}" in source and cpu.BLOCK == blocks.BLOCK
-    assert f"PLACES = {passes.PLACES} }}" in source
-    library = cpu.loaded()
-    assert library is not None and library.variants[0] == "portable" and cpu.why_missing() == ""
+    source = (SOURCE / "tailopt" / "native" / "cpu.c").read_text(encoding="utf-8")
+    assert f"#define VERSION {native.VERSION}\n" in source
+    assert f"BINS = {native.BINS} }}" in source
+    assert f"BLOCK = {blocks.BLOCK} }}" in source and native.BLOCK == blocks.BLOCK
+    assert f"PLACES = {flat_kernels.PLACES} }}" in source
+    library = native.loaded()
+    assert library is not None and library.variants[0] == "portable" and native.why_missing() == ""

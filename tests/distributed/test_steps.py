@@ -13,11 +13,11 @@ from torch import nn
 
 import tailopt
 from tailopt.records.checkpoints import digest
-from tests.engines import forked
+from tests.distributed import forked
 
 pytest.importorskip("resource", reason="processes are forked")
 
-HERE = "tests.engines.test_steps"
+HERE = "tests.distributed.test_steps"
 
 
 def model() -> nn.Module:

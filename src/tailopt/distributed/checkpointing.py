@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from tailopt.algorithms import Algorithm
 from tailopt.clipping.shards import is_dtensor
-from tailopt.engines.exchange import ALIKE, Wire
+from tailopt.distributed.exchange import ALIKE, Wire
 from tailopt.records import checkpoints, history, together
 from tailopt.records.checkpoints import DamagedCheckpoint, Snapshot
 from tailopt.records.folder import HISTORY, Run, is_run, opened, storable
@@ -42,7 +42,7 @@ from tailopt.rounds.settings import Settings
 from tailopt.rules.torch_optim import GROUP
 
 if TYPE_CHECKING:
-    from tailopt.engines.distributed import Node
+    from tailopt.distributed.nested_optimizer import Node
 
 TEXT = 1000  # bytes of a message between nodes
 FREE = ("rounds", "nodes", "weights")  # settings that may be others in a resumed run

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tailopt.algorithms import Algorithm
-from tailopt.engines.distributed import NestedOptimizer
+from tailopt.distributed.nested_optimizer import NestedOptimizer
+from tailopt.engines.batches import FromData, LossFunction
 from tailopt.engines.loop import Evaluate
 from tailopt.engines.sequential import seed_plainly, seed_torch, trainable
 from tailopt.engines.simulate import simulate
-from tailopt.engines.sources import FromData, LossFunction
 from tailopt.records import history
 from tailopt.records.folder import Run, is_run
 from tailopt.records.ledger import Ledger, chained

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 import tailopt
 from tailopt import faults
-from tailopt.engines.exchange import Wire
+from tailopt.distributed.exchange import Wire
 from tailopt.records import checkpoints
-from tests.engines import forked
+from tests.distributed import forked
 
 pytest.importorskip("resource", reason="processes are forked")
 
-HERE = "tests.engines.test_weights"
+HERE = "tests.distributed.test_weights"
 NODES, ROUNDS, STEPS = 3, 6, 2
 
 

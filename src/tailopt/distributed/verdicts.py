@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from tailopt.engines.header import Damaged
+from tailopt.distributed.header import Damaged
 from tailopt.rounds.drops import Dropped
 from tailopt.rounds.guard import BEYOND, NOT_FINITE, Exclusion
 

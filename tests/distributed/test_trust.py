@@ -17,7 +17,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[2]
 NODE = """
 import time, torch, tailopt
-from tailopt.engines.peers import connect
+from tailopt.distributed.peers import connect
 
 torch.set_num_threads(1)
 connect(timeout=30)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tailopt.engines import exchange
+from tailopt.distributed import exchange
 from tailopt.rules.rule import State
 from tailopt.rules.table import OUTER
 

@@ -14,8 +14,8 @@ from torch import Tensor
 import tailopt
 from tailopt import faults
 from tailopt.seeds import generator
-from tests.engines import nodes
-from tests.engines.nodes import STEPS, algorithm, digest, loss, model
+from tests.distributed import nodes
+from tests.distributed.nodes import STEPS, algorithm, digest, loss, model
 
 NODES, ROUNDS = 4, 6
 LOST = {2: {1}, 3: {1, 3}, 4: {0, 1, 2, 3}, 5: {0}}  # in round 4 nothing arrives; node 1 is apart for three rounds

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 import tailopt
-from tests.engines import forked
+from tests.distributed import forked
 
 pytest.importorskip("resource", reason="processes are forked")
 
-HERE = "tests.engines.test_closing"
+HERE = "tests.distributed.test_last_words"
 ROOT = Path(__file__).parents[2]
 
 
@@ -71,13 +71,13 @@ def test_the_last_thing_a_node_prints_is_who_is_gone_and_how_to_go_on(
                 r"The last good checkpoint is that after round \d+: .*round-\d{6}\." if keeps else "There is no run"
             )
             assert re.match(expected, words[1])
-            assert words[2].startswith("To go on, run again: ") and "tests.engines.forked" in words[2]
+            assert words[2].startswith("To go on, run again: ") and "tests.distributed.forked" in words[2]
 
 
 SCRIPT = """
 import sys
-from tests.engines.test_closing import endless
-from tailopt.engines.peers import connect
+from tests.distributed.test_last_words import endless
+from tailopt.distributed.peers import connect
 import torch, torch.distributed as dist
 torch.set_num_threads(1)
 connect(30.0)
@@ -174,7 +174,7 @@ def test_children_of_a_node_end_when_they_are_told_to_and_the_node_goes_on(serve
 
 OTHERS = """
 import asyncio, os, signal, sys, time
-from tailopt.engines.closing import on_sigterm
+from tailopt.distributed.last_words import on_sigterm
 
 on_sigterm(lambda: "last words")
 if sys.argv[1] == "own":

@@ -14,14 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailopt.clipping import cpu
-from tailopt.engines import exchange, passes
-from tailopt.engines.exchange import Layout, _step, _Sum
-from tailopt.engines.passes import Span
+from tailopt.distributed import exchange, flat_kernels
+from tailopt.distributed.exchange import Layout, _step, _Sum
+from tailopt.distributed.flat_kernels import Span
+from tailopt.native import library
 from tailopt.rules.rule import State
 from tailopt.rules.table import OUTER
 
-KERNEL = cpu.loaded()
+KERNEL = library.loaded()
 needs_kernel = pytest.mark.skipif(KERNEL is None, reason="the C kernel was not built")
 VARIANTS = [(v, threads) for v in (KERNEL.variants if KERNEL is not None else ()) for threads in (1, 2)]
 LARGE = 200_003  # more than two threads share
@@ -48,8 +48,8 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
 
 
-def torch_look(x: torch.Tensor) -> passes.Look:
-    return passes.Look(passes._checksum(x), passes._top(x))
+def torch_look(x: torch.Tensor) -> flat_kernels.Look:
+    return flat_kernels.Look(flat_kernels._checksum(x), flat_kernels._top(x))
 
 
 def signed(value: int) -> int:
@@ -70,7 +70,7 @@ def test_moved_fills_the_buffer_and_sees_every_stretch(sizes: list[int], nodes: 
     layout = Layout(tuple(sizes), nodes)
     params = [numbers(n, seed=seed + i) for i, n in enumerate(sizes)]
     x, delta = numbers(layout.total, seed=seed + 50), torch.zeros(layout.total)
-    looks = passes.moved(params, x, delta, spans(layout), layout.cuts)
+    looks = flat_kernels.moved(params, x, delta, spans(layout), layout.cuts)
     shapes = [p.shape for p in params]
     for p, begun, d in zip(params, layout.views(x, shapes), layout.views(delta, shapes), strict=True):
         assert same(d, p - begun)
@@ -83,7 +83,7 @@ def test_other_types_move_from_the_rounded_start(kind: torch.dtype) -> None:
     flat = torch.float64 if kind == torch.float64 else torch.float32
     params, x = [numbers(11, 3).t().to(kind), numbers(10).to(kind)], numbers(layout.total).to(flat)
     delta = torch.zeros(layout.total, dtype=flat)
-    looks = passes.moved(params, x, delta, spans(layout), layout.cuts)
+    looks = flat_kernels.moved(params, x, delta, spans(layout), layout.cuts)
     shapes = [p.shape for p in params]
     for p, begun, d in zip(params, layout.views(x, shapes), layout.views(delta, shapes), strict=True):
         assert torch.equal(d, p.to(flat) - begun.to(kind).to(flat))
@@ -105,10 +105,13 @@ def test_a_look_of_the_kernel_is_a_look_of_torch(variant: str, threads: int, wro
         assert top == expected.top or (top != top and expected.top != expected.top)
 
 
-@pytest.mark.parametrize("count", [0, 1, passes.PAGE // 4 - 1, passes.PAGE // 4, passes.PAGE // 2 + 3])
+PAGE = flat_kernels.PAGE
+
+
+@pytest.mark.parametrize("count", [0, 1, PAGE // 4 - 1, PAGE // 4, PAGE // 2 + 3])
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
 def test_room_is_zeros_of_its_own(count: int, kind: torch.dtype) -> None:
-    x, y = passes.room(count, kind), passes.room(count, kind)
+    x, y = flat_kernels.room(count, kind), flat_kernels.room(count, kind)
     assert torch.equal(x, torch.zeros(count, dtype=kind)) and x.dtype == kind and x.is_contiguous()
     x.fill_(1.0)
     assert not y.any()
@@ -116,14 +119,14 @@ def test_room_is_zeros_of_its_own(count: int, kind: torch.dtype) -> None:
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no large pages on this system")
 def test_room_begins_with_a_page_and_outlives_its_maker() -> None:
-    rows = [passes.room(passes.PAGE, torch.float32).fill_(k) for k in range(4)]
+    rows = [flat_kernels.room(flat_kernels.PAGE, torch.float32).fill_(k) for k in range(4)]
     gc.collect()
-    assert all(row.data_ptr() % passes.PAGE == 0 and bool((row == k).all()) for k, row in enumerate(rows))
+    assert all(row.data_ptr() % flat_kernels.PAGE == 0 and bool((row == k).all()) for k, row in enumerate(rows))
 
 
 def test_room_without_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    assert torch.equal(passes.room(passes.PAGE, torch.float32), torch.zeros(passes.PAGE))
+    assert torch.equal(flat_kernels.room(flat_kernels.PAGE, torch.float32), torch.zeros(flat_kernels.PAGE))
 
 
 @given(st.integers(1, 1 << 27))
@@ -146,30 +149,30 @@ def words(*values: int) -> torch.Tensor:
 
 def test_a_checksum_by_hand() -> None:
     """word[i] * key[i mod 1024] * page_key[i div 1024], in Python's own integers."""
-    assert passes.checksum(torch.zeros(5000)) == passes.checksum(torch.zeros(0)) == 0
+    assert flat_kernels.checksum(torch.zeros(5000)) == flat_kernels.checksum(torch.zeros(0)) == 0
     for place in (0, 1, 2, 1023, 1024, 5000):
         x = torch.zeros(place + 1)
         x[place] = 1.0
         key, page_key = mixed(place % 1024) >> 32 | 1, mixed(1024 + place // 1024) | 1
-        for found in (passes.checksum(x), passes._checksum(x), passes.look(x).checksum):
+        for found in (flat_kernels.checksum(x), flat_kernels._checksum(x), flat_kernels.look(x).checksum):
             assert found == signed(0x3F800000 * key * page_key)
 
 
 def test_the_keys_of_a_page_are_odd_and_different() -> None:
     """Then an exchange of two words of a page, and any change of one word, are seen whatever the words are."""
-    keys = passes._keys().tolist()
+    keys = flat_kernels._keys().tolist()
     assert len(set(keys)) == 1024 and all(key % 2 == 1 and 0 < key < 2**32 for key in keys)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
 def test_any_flipped_bit_is_seen(kind: torch.dtype) -> None:
     x = numbers(3000).to(kind)
-    before = passes.look(x).checksum
+    before = flat_kernels.look(x).checksum
     for i in (0, 1, 2, 63, 511, 512, 1023, 1024, 1500, 2999):
         for bit in range(8 * kind.itemsize):
             flipped = x.clone()
             bits(flipped)[i] ^= signed(1 << bit) if kind == torch.float64 else signed(1 << bit << 32) >> 32
-            assert passes.look(flipped).checksum != before
+            assert flat_kernels.look(flipped).checksum != before
 
 
 @settings(max_examples=300, deadline=None)
@@ -182,7 +185,7 @@ def test_any_change_of_one_word_is_seen(before: int, after: int, place: int, res
     x[place : place + 1] = words(before)
     y = x.clone()
     y[place : place + 1] = words(after)
-    assert (passes.checksum(x) == passes.checksum(y)) == (before == after)
+    assert (flat_kernels.checksum(x) == flat_kernels.checksum(y)) == (before == after)
 
 
 SIZE = 4096  # words of 64 bits in the tests below: 8 pages of keys
@@ -193,7 +196,7 @@ def changed(x: torch.Tensor, change: Callable[[torch.Tensor], None]) -> bool:
     y = x.clone()
     change(y.view(torch.int64))
     assert not same(x, y)
-    return passes.look(x).checksum != passes.look(y).checksum
+    return flat_kernels.look(x).checksum != flat_kernels.look(y).checksum
 
 
 places = st.integers(0, SIZE - 1)
@@ -242,7 +245,7 @@ def test_what_lies_elsewhere_is_seen(by: int) -> None:
     x[:5000] = numbers(5000)
     y = torch.zeros(8192)
     y[by : 5000 + by] = x[:5000]
-    assert passes.checksum(x) != passes.checksum(y)
+    assert flat_kernels.checksum(x) != flat_kernels.checksum(y)
 
 
 @settings(max_examples=300, deadline=None)
@@ -279,7 +282,7 @@ def test_a_checksum_does_not_depend_on_how_it_is_formed(variant: str, threads: i
     y = torch.zeros_like(x)
     to = array("Q", [y.data_ptr() + 4 * start for start in ends[:-1]])
     (loaded,) = KERNEL.load_at(to, where, *pieces, variant=variant, threads=threads)
-    assert found == loaded == passes._checksum(x) and top == passes._top(x)
+    assert found == loaded == flat_kernels._checksum(x) and top == flat_kernels._top(x)
     assert same(x, y)
 
 
@@ -308,26 +311,26 @@ def test_load_is_a_copy_with_checksums(sizes: list[int], nodes: int, kind: torch
             view[: len(STRANGE)] = words(*STRANGE)[: view.numel()]
     expected = [torch.empty_like(p) for p in params]
     torch._foreach_copy_(expected, views)
-    for prepared in (spans(layout), passes.Spans.of(spans(layout), layout.cuts)):
-        found = passes.load(params, x, prepared, layout.cuts)
+    for prepared in (spans(layout), flat_kernels.Spans.of(spans(layout), layout.cuts)):
+        found = flat_kernels.load(params, x, prepared, layout.cuts)
         assert all(map(same, params, expected))
-        assert found == [passes.look(x[layout.stretch(k)]).checksum for k in range(nodes)]
+        assert found == [flat_kernels.look(x[layout.stretch(k)]).checksum for k in range(nodes)]
         for p in params:
             p.zero_()
 
 
 def test_kept_addresses_follow_tensors_that_move() -> None:
     layout = Layout((40, 5), 2)
-    kept = passes.Spans.of(spans(layout), layout.cuts)
+    kept = flat_kernels.Spans.of(spans(layout), layout.cuts)
     for turn in range(4):
         params, x = [numbers(40, seed=turn), numbers(5, seed=turn)], numbers(layout.total, seed=turn + 10)
         delta = torch.zeros(layout.total)
-        looks = passes.moved(params, x, delta, kept, layout.cuts)
+        looks = flat_kernels.moved(params, x, delta, kept, layout.cuts)
         views = layout.views(x, [p.shape for p in params])
         for p, begun, d in zip(params, views, layout.views(delta, [p.shape for p in params]), strict=True):
             assert same(d, p - begun)
         assert looks == [torch_look(delta[layout.stretch(k)]) for k in range(2)]
-        passes.load(params, x, kept, layout.cuts)
+        flat_kernels.load(params, x, kept, layout.cuts)
         assert all(map(same, params, views))
 
 
@@ -335,7 +338,7 @@ def test_load_takes_any_layout_of_a_parameter() -> None:
     layout = Layout((12, 0, 10), 2)
     x = numbers(layout.total)
     params = [torch.zeros(4, 3).t(), torch.zeros(0, 5), torch.zeros(20)[::2]]
-    passes.load(params, x, spans(layout), layout.cuts)
+    flat_kernels.load(params, x, spans(layout), layout.cuts)
     for p, view in zip(params, layout.views(x, [p.shape for p in params]), strict=True):
         assert torch.equal(p, view)
 
@@ -344,7 +347,7 @@ def test_autograd_notices_a_load() -> None:
     layout = Layout((3,), 1)
     p = torch.ones(3, requires_grad=True)
     loss = (p * p).sum()
-    passes.load([p.detach()], torch.zeros(layout.total), spans(layout), layout.cuts)
+    flat_kernels.load([p.detach()], torch.zeros(layout.total), spans(layout), layout.cuts)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -363,15 +366,15 @@ def test_a_mean_of_the_kernel_is_the_mean_of_torch(
         rows = list(numbers(nodes, n).unbind())
         for row in rows:
             row[:1] = -0.0
-        expected = passes._mean([row.clone() for row in rows], shares, whole, negative)
-        where = cpu.addresses(rows), array("f", shares), whole, negative, rows[0].data_ptr(), n
+        expected = flat_kernels._mean([row.clone() for row in rows], shares, whole, negative)
+        where = library.addresses(rows), array("f", shares), whole, negative, rows[0].data_ptr(), n
         KERNEL.mean_at(*where, variant=variant, threads=threads)
         assert same(rows[0], expected)
 
 
 @needs_kernel
 def test_this_torch_adds_multiples_in_a_known_way() -> None:
-    assert passes._fused() is not None
+    assert flat_kernels._fused() is not None
 
 
 @needs_kernel
@@ -406,9 +409,9 @@ def test_a_descent_of_the_kernel_is_the_rule_on_the_mean(
     took = []
     for turn in range(3):
         rows = list(numbers(3, length, seed=turn).unbind())
-        mean = passes._mean([row.clone() for row in rows], shares, whole, False)
+        mean = flat_kernels._mean([row.clone() for row in rows], shares, whole, False)
         _step(rule, cut(theirs), cut(mean), others, more)
-        took.append(passes.descend(rule, ours, states, more, rows, shares, whole, pieces))
+        took.append(flat_kernels.descend(rule, ours, states, more, rows, shares, whole, pieces))
         if not took[-1]:  # the first step makes the state
             form = _Sum(rows, shares, whole)
             form.form(0, length)
@@ -424,6 +427,6 @@ def test_what_the_kernel_cannot_do_is_left_to_torch() -> None:
     x, row, whole = numbers(4), [numbers(4)], [(0, 4)]
     momentum: list[State] = [{"momentum_buffer": numbers(4)}]
     own = {"lr": torch.full((4,), 0.5), "momentum": 0.9}
-    assert not passes.descend(OUTER["nesterov"], x, momentum, own, row, [1.0], 1.0, whole)
-    assert not passes.descend(OUTER["adam"], x, [{}], {"lr": 0.5}, row, [1.0], 1.0, whole)
-    assert not passes.descend(OUTER["avg"], x.double(), [{}], {}, [row[0].double()], [1.0], 1.0, whole)
+    assert not flat_kernels.descend(OUTER["nesterov"], x, momentum, own, row, [1.0], 1.0, whole)
+    assert not flat_kernels.descend(OUTER["adam"], x, [{}], {"lr": 0.5}, row, [1.0], 1.0, whole)
+    assert not flat_kernels.descend(OUTER["avg"], x.double(), [{}], {}, [row[0].double()], [1.0], 1.0, whole)

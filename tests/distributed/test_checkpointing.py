@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tailopt
-from tailopt.engines.keeping import counted, load_inner, one_by_one
+from tailopt.distributed.checkpointing import counted, load_inner, one_by_one
 from tailopt.records import checkpoints
 from tailopt.records.folder import Run
 
@@ -253,7 +253,7 @@ def own_disk(folder: Path, options: bytes) -> bool:
 class Server:
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-        command = [sys.executable, "-m", "tests.engines.test_keeping"]
+        command = [sys.executable, "-m", "tests.distributed.test_checkpointing"]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, cwd=ROOT)
         self.references: dict[str, tuple[Path, list[Answer]]] = {}

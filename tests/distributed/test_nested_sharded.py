@@ -122,7 +122,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What every rank saw."""
     here = tmp_path_factory.mktemp("sharded")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", "tests.engines.test_nested_sharded"]
+    command = [sys.executable, "-m", "tests.distributed.test_nested_sharded"]
     ranks = range(NODES * RANKS)
     processes = [
         subprocess.Popen([*command, str(rank), str(here / "store"), str(here)], env=environment, cwd=ROOT)

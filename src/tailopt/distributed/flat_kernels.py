@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tailopt.clipping import cpu
+from tailopt.native import library
 from tailopt.rules.rule import Numbers, Rule, State, of
 from tailopt.rules.sgd import AVG, NESTEROV, SGD
 
@@ -125,7 +125,7 @@ def look(x: Tensor) -> Look:
         >>> look(torch.tensor([1.0, -3.0])).top
         3.0
     """
-    kernel = cpu.loaded()
+    kernel = library.loaded()
     if kernel is None or not _plain([x]):
         return Look(checksum(x), _top(x))
     return Look(*_look_at(kernel, x.data_ptr(), x.numel()))
@@ -138,13 +138,13 @@ def checksum(x: Tensor) -> int:
         >>> checksum(torch.tensor([1.0, 2.0])) != checksum(torch.tensor([2.0, 1.0]))
         True
     """
-    kernel = cpu.loaded()
+    kernel = library.loaded()
     if kernel is None or not x.is_cpu or not x.is_contiguous():
         return _checksum(x)
     return _look_at(kernel, x.data_ptr(), x.nbytes // 4)[0]
 
 
-def _look_at(kernel: cpu.Library, address: int, words: int) -> tuple[int, float]:
+def _look_at(kernel: library.Library, address: int, words: int) -> tuple[int, float]:
     nothing = array("q", [0])
     (found,), (top,) = kernel.moved_at(
         None, None, array("Q", [address]), array("q", [words]), nothing, array("i", [0]), 1
@@ -196,7 +196,7 @@ def moved(params: Sequence[Tensor], x: Tensor, delta: Tensor, spans: Sequence[Sp
     x is rounded to a parameter's own type first: its rounding is no movement.
     """
     nodes = len(cuts) - 1
-    kernel = cpu.loaded()
+    kernel = library.loaded()
     if kernel is None or not _plain([x, delta, *params]):
         lines = [p.reshape(-1) for p in params]
         for span in spans:
@@ -224,7 +224,7 @@ def load(params: Sequence[Tensor], x: Tensor, spans: Sequence[Span], cuts: Seque
     once; where torch copies, the checksums are a pass of their own.
     """
     nodes = len(cuts) - 1
-    kernel = cpu.loaded()
+    kernel = library.loaded()
     if kernel is None or not _plain([x, *params]):
         begins = {span.tensor: span.start - span.offset for span in spans}  # tensors without elements have no span
         views = [x[start : start + params[i].numel()].view(params[i].shape) for i, start in begins.items()]
@@ -252,10 +252,10 @@ def mean(rows: Sequence[Tensor], shares: Sequence[float], whole: float, negative
         tensor([4.])
     """
     first = rows[0]
-    kernel = cpu.loaded()
+    kernel = library.loaded()
     if kernel is None or not _plain(rows):
         return _mean(rows, shares, whole, negative)
-    kernel.mean_at(cpu.addresses(rows), array("f", shares), whole, negative, first.data_ptr(), first.numel())
+    kernel.mean_at(library.addresses(rows), array("f", shares), whole, negative, first.data_ptr(), first.numel())
     return first
 
 
@@ -284,7 +284,7 @@ def descend(
     pieces: Sequence[tuple[int, int]],
 ) -> bool:
     """The outer step of pieces of flat x, (start, count) in it as in every row; False where it is torch's to do."""
-    kernel, momentum = cpu.loaded(), numbers.get("momentum", 0.0)
+    kernel, momentum = library.loaded(), numbers.get("momentum", 0.0)
     lr = [1.0 if rule is AVG else of(numbers["lr"], i) for i in range(len(pieces))] if rule in _DESCENTS else []
     if kernel is None or not lr or any(isinstance(number, Tensor) for number in (momentum, *lr)):
         return False
@@ -294,13 +294,13 @@ def descend(
         return False
     begin = x.data_ptr()
     kernel.descend_at(
-        cpu.addresses(rows),
+        library.addresses(rows),
         array("f", shares),
         whole,
         array("q", [start for start, _ in pieces]),
         array("q", [count for _, count in pieces]),
         array("Q", [begin + 4 * start for start, _ in pieces]),
-        cpu.addresses(velocities) if velocities else None,
+        library.addresses(velocities) if velocities else None,
         array("f", [-one for one in lr]),
         momentum,
         rule is NESTEROV,
@@ -315,7 +315,7 @@ def _fused() -> bool | None:
 
     It is with AVX2 and AVX512, and is not without; tried, since a torch of another processor may do as it likes.
     """
-    kernel = cpu.loaded()
+    kernel = library.loaded()
     assert kernel is not None
     source = torch.Generator().manual_seed(0)
     g, x, v = torch.randn(3, 1003, generator=source).unbind()
@@ -324,7 +324,8 @@ def _fused() -> bool | None:
     one = array("f", [1.0])
     for fused in (True, False):
         got = x.clone(), v.clone()
-        rows, count, to, with_v = cpu.addresses([g]), cpu.sizes([g]), cpu.addresses(got[:1]), cpu.addresses(got[1:])
+        rows, count = library.addresses([g]), library.sizes([g])
+        to, with_v = library.addresses(got[:1]), library.addresses(got[1:])
         kernel.descend_at(rows, one, 1.0, array("q", [0]), count, to, with_v, array("f", [-0.7]), 0.9, True, fused)
         if all(map(torch.equal, got, expected)):
             return fused

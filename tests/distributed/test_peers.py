@@ -28,8 +28,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tailopt
-from tailopt.engines.exchange import Wire
-from tailopt.engines.peers import Disagreement, connect, described, difference
+from tailopt.distributed.exchange import Wire
+from tailopt.distributed.peers import Disagreement, connect, described, difference
 from tailopt.schedules import cosine, power, warmup
 
 ROOT = Path(__file__).parents[2]
@@ -280,7 +280,7 @@ class Nodes:
 def factory() -> Iterator[subprocess.Popen[str]]:
     path = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.engines.test_peers"],
+        [sys.executable, "-m", "tests.distributed.test_peers"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         cwd=ROOT,
         stdin=subprocess.PIPE,
@@ -422,7 +422,7 @@ def test_nodes_in_local_steps_hear_of_it(factory: subprocess.Popen[str], tmp_pat
 def test_torchrun_starts_the_nodes_anew(tmp_path: Path) -> None:
     # its agent keeps the store, and what the dead nodes wrote into it
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=1"]
-    command = [sys.executable, *command, "-m", "tests.engines.test_peers", "torchrun"]
+    command = [sys.executable, *command, "-m", "tests.distributed.test_peers", "torchrun"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     said = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=90)
     assert said.returncode == 0, said.stderr
@@ -484,7 +484,7 @@ def test_two_user_optimizers_that_differ(factory: subprocess.Popen[str], tmp_pat
 
 def test_a_timeout_shorter_than_a_few_beats_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Invalid timeout: 0.5; need a number of seconds, 3 or more"):
-        tailopt.engines.peers.Peers(None, 0.5)
+        tailopt.distributed.peers.Peers(None, 0.5)
 
 
 def test_without_torchrun_connecting_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailopt.engines.exchange import ALIGNMENT, Exchange, Layout, Statement, Terms, Wire
-from tailopt.engines.header import Damaged, Header
+from tailopt.distributed.exchange import ALIGNMENT, Exchange, Layout, Statement, Terms, Wire
+from tailopt.distributed.header import Damaged, Header
 from tailopt.rounds.blocks import BLOCK
 from tailopt.rounds.participants import Sampling
 
@@ -103,7 +103,7 @@ def main(rank: int, store: str, out: str) -> None:
 
 def test_another_number_of_elements_ends_the_run_on_all_nodes(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", "tests.engines.test_exchange"]
+    command = [sys.executable, "-m", "tests.distributed.test_exchange"]
     nodes = [
         subprocess.Popen([*command, str(rank), str(tmp_path / "store"), str(tmp_path)], env=environment, cwd=ROOT)
         for rank in range(NODES)

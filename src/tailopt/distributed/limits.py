@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tailopt.engines.header import Header, bound_word
+from tailopt.distributed.header import Header, bound_word
 from tailopt.rounds.guard import Bound
 from tailopt.rules.rule import of
 

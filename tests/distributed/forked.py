@@ -1,7 +1,7 @@
 """Real nodes for tests: one process imports torch once, then forks every node that a test asks for.
 
     with forked.server() as server:
-        ends = server.run("tests.engines.test_steps:trained", nodes=3, local_steps=4)
+        ends = server.run("tests.distributed.test_steps:trained", nodes=3, local_steps=4)
 
 The function is called on every node as `function(rank, **arguments)` inside a process group that `connect` made; what
 it returns comes back as JSON. Importing torch takes seconds of processor time, and tests start dozens of nodes.
@@ -119,7 +119,7 @@ class Server:
 def server() -> Iterator[Server]:
     """A process that forks nodes, for as many tests as like to use it."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        command = [sys.executable, "-m", "tests.engines.forked"]
+        command = [sys.executable, "-m", "tests.distributed.forked"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         with subprocess.Popen(command, env=ENVIRONMENT, cwd=ROOT, text=True, **pipes) as process:  # type: ignore[call-overload]
             try:
@@ -173,7 +173,7 @@ def _serve() -> dict[str, Any]:
 def _node(job: dict[str, Any]) -> None:
     import torch
 
-    from tailopt.engines.peers import connect
+    from tailopt.distributed.peers import connect
 
     torch.set_num_threads(1)
     module, _, name = job["function"].partition(":")

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tailopt.engines.peers import connect
-from tailopt.engines.rendezvous import address_of
-from tests.engines import forked
+from tailopt.distributed.peers import connect
+from tailopt.distributed.rendezvous import address_of
+from tests.distributed import forked
 
 pytest.importorskip("resource", reason="processes are forked")
 
-HERE = "tests.engines.test_rendezvous"
+HERE = "tests.distributed.test_rendezvous"
 TIMEOUT = 4.0
 WITHIN = 20.0  # seconds for all of it: torch's own limit is 30 minutes
 

@@ -34,12 +34,12 @@ from torch import Tensor
 
 from tailopt.clipping.operators import arithmetic
 from tailopt.clipping.shards import by_ranks, local_part
-from tailopt.engines import limits, passes
-from tailopt.engines.header import Damaged, Header, at_meeting, bound_word, damaged, word_of
-from tailopt.engines.passes import Look, Span, Spans
-from tailopt.engines.peers import Peers, on_cpu
-from tailopt.engines.rendezvous import named
-from tailopt.engines.verdicts import Row, Verdict, pairs_that_differ, unanimous, verdict_row
+from tailopt.distributed import flat_kernels, limits
+from tailopt.distributed.flat_kernels import Look, Span, Spans
+from tailopt.distributed.header import Damaged, Header, at_meeting, bound_word, damaged, word_of
+from tailopt.distributed.peers import Peers, on_cpu
+from tailopt.distributed.rendezvous import named
+from tailopt.distributed.verdicts import Row, Verdict, pairs_that_differ, unanimous, verdict_row
 from tailopt.records.shards import memory
 from tailopt.rounds.blocks import BLOCK, root
 from tailopt.rounds.drops import empty
@@ -273,10 +273,10 @@ class Exchange:
         self.layout = Layout(tuple(shape.numel() for shape in self.shapes), self.wire.nodes)
         self.mine = self.layout.stretch(self.wire.node)
         self.segments = self.layout.segments(self.wire.node)
-        self.delta = passes.room(self.layout.total, self.dtype)
+        self.delta = flat_kernels.room(self.layout.total, self.dtype)
         length = self.mine.stop - self.mine.start
         # of every node: what it moved in this stretch; this node's own is where it was formed
-        rows = [passes.room(length, self.dtype) for _ in range(self.wire.nodes - 1)]
+        rows = [flat_kernels.room(length, self.dtype) for _ in range(self.wire.nodes - 1)]
         here = self.wire.node
         self._received = [*rows[:here], self.delta[self.mine], *rows[here:]]
         self.mean = self._received[here]
@@ -303,15 +303,15 @@ class Exchange:
 
     def moved(self, params: Sequence[Tensor], x: Tensor) -> None:
         """Form `self.delta`: how far this node's parameters are from the synchronised weights."""
-        self._looks = passes.moved(params, x, self.delta, self._spans, self.layout.cuts)
+        self._looks = flat_kernels.moved(params, x, self.delta, self._spans, self.layout.cuts)
 
     def load(self, params: Sequence[Tensor], x: Tensor) -> None:
         """Put the synchronised weights into the parameters, and note what was loaded."""
-        self._loaded = tuple(passes.load(params, x, self._spans, self.layout.cuts))
+        self._loaded = tuple(flat_kernels.load(params, x, self._spans, self.layout.cuts))
 
     def restart(self, x: Tensor) -> None:
         """The weights are from a checkpoint or from node 0, and have not been sent by those who own them."""
-        self._sent, self._strained = Look(passes.checksum(x[self.mine])), {}
+        self._sent, self._strained = Look(flat_kernels.checksum(x[self.mine])), {}
 
     @property
     def loaded(self) -> list[int]:
@@ -412,7 +412,7 @@ class Exchange:
             length = root(self.norms(mine))
             if length > radius:
                 mine.mul_(radius / length)
-        self._sent = passes.look(mine)
+        self._sent = flat_kernels.look(mine)
         self.share(x)
 
     def _negative(self, i: int, d: Tensor, cut: slice) -> Tensor:
@@ -431,11 +431,11 @@ class Exchange:
 
     def share_compared(self, flat: Tensor) -> None:
         """`share` what no later header speaks of: compared at once, and sent once more where it arrived differently."""
-        sent = passes.checksum(flat[self.mine])
+        sent = flat_kernels.checksum(flat[self.mine])
         differing: list[tuple[int, int]] = []
         for _ in range(2):
             self.share(flat)
-            loaded = [passes.checksum(flat[self.layout.stretch(k)]) for k in range(self.wire.nodes)]
+            loaded = [flat_kernels.checksum(flat[self.layout.stretch(k)]) for k in range(self.wire.nodes)]
             rows = self.wire.gather(torch.tensor([sent, *loaded], dtype=torch.int64)).tolist()
             differing = pairs_that_differ([row[0] for row in rows], {k: row[1:] for k, row in enumerate(rows)})
             if not differing:
@@ -600,7 +600,7 @@ class Exchange:
             outgoing = [part if here == donor and k in wrong else nothing for k in range(self.wire.nodes)]
             incoming = [part if here in wrong and k == donor else nothing for k in range(self.wire.nodes)]
             self.wire.swap(outgoing, incoming)
-            if here in wrong and passes.checksum(part) != heads[owner].sent:
+            if here in wrong and flat_kernels.checksum(part) != heads[owner].sent:
                 raise damaged("what was sent again of the weights", donor, here)
         if any(receiver == here for _, receiver in differing):
             self._loaded = tuple(head.sent for head in heads)
@@ -678,7 +678,7 @@ class Exchange:
     ) -> Row | None:
         """What this node's stretch of a displacement decides."""
         received = self._received[node]
-        seen = self._looks[node] if node == self.wire.node else passes.look(received)
+        seen = self._looks[node] if node == self.wire.node else flat_kernels.look(received)
         if node != self.wire.node and seen.checksum != head.checksums[self.wire.node]:
             return verdict_row(Verdict.DAMAGED)
         found = self._judged(node, received, seen.top, x, bounds.by_node[node], buffers, before) if guard else None
@@ -817,13 +817,13 @@ class _Sum:
 
     def form(self, start: int, count: int, negative: bool = False) -> None:
         """Add up so many elements."""
-        passes.mean([row[start : start + count] for row in self.rows], self.shares, self.whole, negative)
+        flat_kernels.mean([row[start : start + count] for row in self.rows], self.shares, self.whole, negative)
 
     def descended(
         self, rule: Rule, x: Tensor, states: Sequence[State], numbers: Numbers, pieces: Sequence[tuple[int, int]]
     ) -> bool:
         """Add up and take a plain step at once, where the kernel can."""
-        return passes.descend(rule, x, states, numbers, self.rows, self.shares, self.whole, pieces)
+        return flat_kernels.descend(rule, x, states, numbers, self.rows, self.shares, self.whole, pieces)
 
 
 def _negated(i: int, d: Tensor, cut: slice) -> Tensor:

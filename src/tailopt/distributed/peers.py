@@ -35,8 +35,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tailopt.engines.closing import block, on_sigterm, say
-from tailopt.engines.rendezvous import (
+from tailopt.distributed.last_words import block, on_sigterm, say
+from tailopt.distributed.rendezvous import (
     Disagreement,
     NodeLost,
     Store,
