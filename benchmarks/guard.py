@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tailopt.native import library as native
 from tailopt.rounds import guard
-from tailopt.rounds.guard import Bound, Exclusion, judge
+from tailopt.rounds.guard import Bound, Exclusion, check_displacement
 
 SHAPES = gpt2_shapes(12, 768, 4, 50257, 1024)
 REACH = 1e-6  # lr * u
@@ -52,7 +52,7 @@ def whole_squares(x: Tensor, least: float) -> list[float]:
 def timed(way: str, test: Callable[[], Exclusion | None]) -> tuple[float, Exclusion | None]:
     """Seconds of one test, and its verdict."""
     library = native.loaded() if way == KERNEL else None
-    size, squares = (1 << 62, whole_squares) if way == WHOLE else (guard.PIECE, guard._ulp_squares)
+    size, squares = (1 << 62, whole_squares) if way == WHOLE else (guard.CHUNK, guard._ulp_squares)
     with (
         patch.object(guard.cpu, "loaded", lambda: library),
         patch.object(guard, "PIECE", size),
@@ -73,7 +73,7 @@ def rows(dtype: torch.dtype, threads: int, repetitions: int) -> list[str]:
     lines = []
     for what, limit in tests.items():
         ways = [KERNEL, PIECES, WHOLE]
-        times = compete(ways, lambda limit=limit: judge(0, delta, start, names, limit, {}), repetitions)  # type: ignore[misc]
+        times = compete(ways, lambda limit=limit: check_displacement(0, delta, start, names, limit, {}), repetitions)  # type: ignore[misc]
         kernel = statistics.median(times[KERNEL])
         for way in ways:
             middle = statistics.median(times[way])

@@ -109,27 +109,19 @@ class Algorithm:
             raise ValueError('Invalid inner_state: "keep" and a sent preconditioner exclude each other.')
         if not self.name:
             object.__setattr__(self, "name", f"{_called(self.outer)}-{_called(self.inner)}")
-        for level, given in (("outer", self.outer_settings), ("inner", self.inner_settings)):
-            _check_names(f"{self.name} ({level} settings)", given, *_names(self.rule(level), level))
-            _check_values(self.numbers(level), level)
+        check_half(self.outer, self.outer_settings, "outer", f"{self.name} (outer settings)")
+        check_half(self.inner, self.inner_settings, "inner", f"{self.name} (inner settings)")
 
     def rule(self, level: str) -> Rule:
         """The update rule of "outer" or "inner"."""
-        chosen, table = (self.outer, OUTER) if level == "outer" else (self.inner, INNER)
-        if not isinstance(chosen, str):
-            return torch_rule(chosen)
-        if chosen not in table:
-            raise ValueError(f"Unknown {level} optimizer: {chosen!r}; need one of {', '.join(table)}, or a class.")
-        return table[chosen]
+        return rule_of(self.outer if level == "outer" else self.inner, level)
 
     def numbers(self, level: str) -> dict[str, Any]:
         """The rule's numbers by its own words, defaults filled in."""
-        rule = self.rule(level)
-        given = self.outer_settings if level == "outer" else self.inner_settings
-        public = {} if not isinstance(self.outer if level == "outer" else self.inner, str) else PUBLIC[level]
-        filled = {} if not public else dict(rule.options)
-        filled |= {word: given[public.get(word, word)] for word in _words(rule) if public.get(word, word) in given}
-        if level == "inner" and self.send_preconditioner == "raw":
+        if level == "outer":
+            return numbers_of(self.outer, self.outer_settings, level)
+        filled = numbers_of(self.inner, self.inner_settings, level)
+        if self.send_preconditioner == "raw":
             filled["bias_correction"] = "first"
         return filled
 
@@ -189,6 +181,31 @@ def algorithm(name: str, **settings: Any) -> Algorithm:
         parts[level] = {key: value for key, value in settings.items() if key in need | may}
     _check_names(known, settings, required, optional - required | {"inner_state", "send_preconditioner"})
     return Algorithm(outer, inner, parts["outer"], parts["inner"], name=known, **extras)
+
+
+def rule_of(optimizer: str | type[Optimizer], level: str) -> Rule:
+    """Return the update rule of a name or a class of torch.optim, as "outer" or "inner"."""
+    table = OUTER if level == "outer" else INNER
+    if not isinstance(optimizer, str):
+        return torch_rule(optimizer)
+    if optimizer not in table:
+        raise ValueError(f"Unknown {level} optimizer: {optimizer!r}; need one of {', '.join(table)}, or a class.")
+    return table[optimizer]
+
+
+def numbers_of(optimizer: str | type[Optimizer], settings: Mapping[str, Any], level: str) -> dict[str, Any]:
+    """Return the hyperparameters of a rule by its own names, from settings by public names; defaults are filled in."""
+    rule = rule_of(optimizer, level)
+    public = PUBLIC[level] if isinstance(optimizer, str) else {}
+    filled = dict(rule.options) if public else {}
+    names = {word: public.get(word, word) for word in _words(rule)}
+    return {**filled, **{word: settings[name] for word, name in names.items() if name in settings}}
+
+
+def check_half(optimizer: str | type[Optimizer], settings: Mapping[str, Any], level: str, what: str) -> None:
+    """Refuse settings of one of the two optimizers that are unknown, missing or out of range."""
+    _check_names(what, settings, *_names(rule_of(optimizer, level), level))
+    _check_values(numbers_of(optimizer, settings, level), level)
 
 
 def by_parameter(value: Any, names: Sequence[str], setting: str) -> Any:

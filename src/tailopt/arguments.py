@@ -5,9 +5,8 @@ What has a meaning of its own is checked where that is: participants, drops, rob
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
@@ -27,6 +26,18 @@ def checked_seed(seed: Any) -> int:
     raise ValueError(f"Invalid seed: {seed!r}; need a whole number.")
 
 
+def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    """Refuse a value that is not one of those allowed.
+
+    Examples:
+        >>> check_choice("sampling", "all", ("uniform", "proportional"))
+        Traceback (most recent call last):
+        ValueError: Invalid sampling: 'all'; need one of 'uniform', 'proportional'.
+    """
+    if value not in allowed:
+        raise ValueError(f"Invalid {name}: {value!r}; need one of {', '.join(map(repr, allowed))}.")
+
+
 def check_flags(**flags: Any) -> None:
     """True or False, nothing that is merely taken for one of them."""
     for name, value in flags.items():
@@ -39,12 +50,6 @@ def check_counts(**counts: Any) -> None:
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"Invalid {name}: {value!r}; need a whole number, 1 or more.")
-
-
-def check_projection(radius: Any) -> None:
-    """A radius, or None."""
-    if radius is not None and not (is_number(radius) and 0 < radius < math.inf):
-        raise ValueError(f"Invalid projection: {radius!r}; need a radius above 0, or None.")
 
 
 def check_function(name: str, value: Any, what: str) -> None:

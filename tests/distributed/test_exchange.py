@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tailopt.distributed.exchange import ALIGNMENT, Exchange, Layout, Statement, Terms, Wire
 from tailopt.distributed.header import Damaged, Header
-from tailopt.rounds.blocks import BLOCK
+from tailopt.rounds.block_norm import BLOCK
 from tailopt.rounds.participants import Sampling
 
 ROOT = Path(__file__).parents[2]

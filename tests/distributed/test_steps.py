@@ -109,7 +109,7 @@ def uneven(rank: int, agreed: bool) -> dict[str, Any]:
         "digest": digest(net.state_dict()),
         "steps": [row["steps"] for row in opt.history],
         "excluded": [row["excluded"] for row in opt.history],
-        "taken": opt._taken,
+        "taken": opt._records.steps_done,
         "warned": [str(w.message) for w in caught],
     }
 

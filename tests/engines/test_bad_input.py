@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import tailopt
 from tailopt.records import checkpoints
 from tailopt.records.folder import Run
-from tailopt.rounds.round import EveryoneExcluded
+from tailopt.rounds.settle import EveryoneExcluded
 
 NODES = 3
 BICLIP = tailopt.algorithm("avg-biclip", ilr=0.1, i_u=1.0, i_d=0.01)

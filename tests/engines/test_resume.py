@@ -475,7 +475,7 @@ def test_batches_that_are_not_repeatable_are_refused(tmp_path: Path) -> None:
 
     simulate("avg-biclip", tmp_path, batches=batches, rounds=2)
     before = digests(tmp_path)
-    with pytest.raises(ValueError, match=r"batch of node 0, round 2, step 0 is another one than it was\. Draw all"):
+    with pytest.raises(ValueError, match=r"batch of node 0, round 2, step 0 differs from what it was\. Draw all"):
         simulate("avg-biclip", tmp_path, batches=batches, resume=True)
     assert digests(tmp_path) == before
 
@@ -493,14 +493,14 @@ def test_batches_of_arrays_that_are_not_repeatable_are_refused(tmp_path: Path) -
 
     run = {**settings("avg-biclip"), "batches": batches, "run": tmp_path}
     tailopt.simulate(Net(), loss=loss, **{**run, "rounds": 2})
-    with pytest.raises(ValueError, match="batch of node 0, round 2, step 0 is another one than it was"):
+    with pytest.raises(ValueError, match="batch of node 0, round 2, step 0 differs from what it was"):
         tailopt.simulate(Net(), loss=loss, resume=True, **run)
 
 
 def test_other_data_are_refused(tmp_path: Path) -> None:
     simulate("adam2", tmp_path, rounds=2)
     others = [TensorDataset(d.tensors[0] + 1e-6, d.tensors[1]) for d in parts()]
-    with pytest.raises(ValueError, match="is another one than it was"):
+    with pytest.raises(ValueError, match="differs from what it was"):
         simulate("adam2", tmp_path, data=others, resume=True)
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from tailopt.distributed import flat_kernels
 from tailopt.native import library as native
-from tailopt.rounds import blocks
+from tailopt.rounds import block_norm
 
 SOURCE = Path(native.__file__).parents[2]
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -157,7 +157,7 @@ EVERYTHING = """
     from tailopt import BiClip, L2Clip, count
     from tailopt.native.library import loaded
     from tailopt.distributed import flat_kernels
-    from tailopt.rounds.guard import Bound, judge
+    from tailopt.rounds.guard import Bound, check_displacement
 
     kernel = loaded()
     assert kernel is not None and "trapping" in str(kernel.path)
@@ -180,8 +180,8 @@ EVERYTHING = """
     flat_kernels.look(x)
     flat_kernels.mean([x, x], [0.5, 0.5], 1.0)
     flat_kernels._fused()
-    judge(0, [torch.ones(1031)], [strange], ["w"], Bound("coordinate", 0.0, 0.1, 1), {})
-    judge(0, [torch.ones(1031)], [strange], ["w"], Bound("norm", 0.0, 0.0, 1), {})
+    check_displacement(0, [torch.ones(1031)], [strange], ["w"], Bound("coordinate", 0.0, 0.1, 1), {})
+    check_displacement(0, [torch.ones(1031)], [strange], ["w"], Bound("norm", 0.0, 0.0, 1), {})
     print("defined")
 """
 
@@ -295,7 +295,7 @@ def test_the_numbers_match_those_of_the_source() -> None:
     source = (SOURCE / "tailopt" / "native" / "cpu.c").read_text(encoding="utf-8")
     assert f"#define VERSION {native.VERSION}\n" in source
     assert f"BINS = {native.BINS} }}" in source
-    assert f"BLOCK = {blocks.BLOCK} }}" in source and native.BLOCK == blocks.BLOCK
+    assert f"BLOCK = {block_norm.BLOCK} }}" in source and native.BLOCK == block_norm.BLOCK
     assert f"PLACES = {flat_kernels.PLACES} }}" in source
     library = native.loaded()
     assert library is not None and library.variants[0] == "portable" and native.why_missing() == ""

@@ -20,7 +20,7 @@ from torch import Tensor
 import tailopt
 from tailopt.clipping.operators import arithmetic
 from tailopt.native import library
-from tailopt.rounds.guard import Bound, Exclusion, _farthest, _ulp_squares, bound, judge
+from tailopt.rounds.guard import Bound, Exclusion, _farthest, _ulp_squares, bound, check_displacement
 from tailopt.rules.rule import Numbers, Rule, State
 from tailopt.rules.table import INNER
 from tailopt.rules.torch_optim import torch_rule
@@ -116,7 +116,7 @@ def test_honest_nodes_are_never_excluded(
     delta = moved(rule, start, steps, kind, seed)
     limit = bound(rule, steps)
     assert limit.kind is not None
-    assert judge(0, delta, start, NAMES, limit, {}) is None
+    assert check_displacement(0, delta, start, NAMES, limit, {}) is None
 
 
 @settings(max_examples=50, deadline=None)
@@ -142,7 +142,7 @@ def test_honest_nodes_with_a_sent_preconditioner(
     for k in range(z):
         rule.step(params, gradients(kind, start, seed, k, betas), states, numbers)
     delta = [p - x for p, x in zip(params, start, strict=True)]
-    assert judge(0, delta, start, NAMES, bound(rule, [numbers] * z), {}) is None
+    assert check_displacement(0, delta, start, NAMES, bound(rule, [numbers] * z), {}) is None
 
 
 @settings(max_examples=100, deadline=None)
@@ -172,13 +172,13 @@ def test_one_percent_beyond_is_excluded(
     else:
         most = (a + c * x).expand_as(x).reshape(-1)[-1]
     delta[tensor].view(-1)[-1] = 1.01 * float(most) * (-1 if seed % 2 else 1)
-    found = judge(3, delta, start, NAMES, limit, {})
+    found = check_displacement(3, delta, start, NAMES, limit, {})
     assert found is not None and found.bound is not None
     assert found.node == 3 and abs(found.value) > found.bound
     assert found.tensor == ("all tensors" if limit.kind == "norm" else NAMES[tensor])
     assert abs(found.value) == pytest.approx(1.01 * float(most), rel=1e-6)
     delta[tensor].view(-1)[-1] = 0.999 * float(most)
-    assert judge(3, delta, start, NAMES, limit, {}) is None
+    assert check_displacement(3, delta, start, NAMES, limit, {}) is None
 
 
 def test_the_bound_is_reached() -> None:
@@ -215,8 +215,11 @@ def test_bounds_for_each_parameter() -> None:
     assert limit.a[0] == pytest.approx(0.9 * 0.5 + 0.5)
     torch.testing.assert_close(limit.a[1], torch.tensor([0.95, 1.9]))
     start = [torch.zeros(2), torch.zeros(2)]
-    assert judge(0, [torch.tensor([0.9, 0.9]), torch.tensor([0.9, 1.8])], start, ["a", "b"], limit, {}) is None
-    found = judge(0, [torch.tensor([0.9, 0.9]), torch.tensor([1.0, 1.8])], start, ["a", "b"], limit, {})
+    assert (
+        check_displacement(0, [torch.tensor([0.9, 0.9]), torch.tensor([0.9, 1.8])], start, ["a", "b"], limit, {})
+        is None
+    )
+    found = check_displacement(0, [torch.tensor([0.9, 0.9]), torch.tensor([1.0, 1.8])], start, ["a", "b"], limit, {})
     assert found is not None and found.tensor == "b" and found.value == 1.0
 
 
@@ -229,15 +232,15 @@ def test_a_norm_over_tensors_with_their_own_numbers() -> None:
         INNER["l2clip"].step(params, grads, [State(), State()], numbers)
     assert math.hypot(*(float(p.norm()) for p in params)) == pytest.approx(math.sqrt(5), rel=1e-3)
     limit = bound(INNER["l2clip"], [numbers, numbers])
-    assert judge(0, params, [torch.zeros(2), torch.zeros(2)], ["a", "b"], limit, {}) is None
+    assert check_displacement(0, params, [torch.zeros(2), torch.zeros(2)], ["a", "b"], limit, {}) is None
 
 
 @pytest.mark.parametrize("rule", [INNER["sgd"], torch_rule(torch.optim.Adam)], ids=["sgd", "class"])
 def test_what_has_no_bound_is_judged_for_finiteness_alone(rule: Rule) -> None:
     limit = bound(rule, [{"lr": 0.1}])
     assert limit == Bound(None)
-    assert judge(0, [torch.tensor([1e30])], [torch.zeros(1)], ["w"], limit, {}) is None
-    assert judge(0, [torch.tensor([math.nan])], [torch.zeros(1)], ["w"], limit, {}) is not None
+    assert check_displacement(0, [torch.tensor([1e30])], [torch.zeros(1)], ["w"], limit, {}) is None
+    assert check_displacement(0, [torch.tensor([math.nan])], [torch.zeros(1)], ["w"], limit, {}) is not None
 
 
 def test_adam_whose_momentum_outlives_its_second_moment_has_no_bound() -> None:
@@ -247,8 +250,8 @@ def test_adam_whose_momentum_outlives_its_second_moment_has_no_bound() -> None:
 
 def test_no_upper_threshold_is_no_bound_but_finiteness() -> None:
     limit = bound(INNER["biclip"], [{"lr": 0.1, "u": math.inf, "d": 0.0}])
-    assert judge(0, [torch.tensor([1e30])], [torch.zeros(1)], ["w"], limit, {}) is None
-    assert judge(0, [torch.tensor([math.inf])], [torch.zeros(1)], ["w"], limit, {}) is not None
+    assert check_displacement(0, [torch.tensor([1e30])], [torch.zeros(1)], ["w"], limit, {}) is None
+    assert check_displacement(0, [torch.tensor([math.inf])], [torch.zeros(1)], ["w"], limit, {}) is not None
 
 
 def test_the_slack_is_units_in_the_last_place_of_the_parameters_type() -> None:
@@ -258,8 +261,8 @@ def test_the_slack_is_units_in_the_last_place_of_the_parameters_type() -> None:
         start = [torch.ones(1, dtype=dtype)]
         wide = arithmetic(dtype)
         allowed = 1e-6 * 1.001 + 4 * torch.finfo(dtype).eps
-        assert judge(0, [torch.tensor([allowed * 0.999], dtype=wide)], start, ["w"], limit, {}) is None
-        found = judge(0, [torch.tensor([allowed * 1.001], dtype=wide)], start, ["w"], limit, {})
+        assert check_displacement(0, [torch.tensor([allowed * 0.999], dtype=wide)], start, ["w"], limit, {}) is None
+        found = check_displacement(0, [torch.tensor([allowed * 1.001], dtype=wide)], start, ["w"], limit, {})
         assert found is not None and found.bound == pytest.approx(allowed, rel=1e-5)
 
 
@@ -274,12 +277,14 @@ def test_the_slack_of_a_norm_covers_rounding_too() -> None:
     delta = [params[0].float() - 1]
     limit = bound(INNER["l2clip"], [numbers] * 3)
     assert float(delta[0].norm()) == 3 * 4 * unit > 1.5 * limit.a
-    assert judge(0, delta, start, ["w"], limit, {}) is None
-    assert judge(0, [5 * delta[0]], start, ["w"], limit, {}) is not None
+    assert check_displacement(0, delta, start, ["w"], limit, {}) is None
+    assert check_displacement(0, [5 * delta[0]], start, ["w"], limit, {}) is not None
 
 
 def test_an_exclusion_says_what_happened() -> None:
-    found = judge(2, [torch.tensor([0.0, -5.0])], [torch.zeros(2)], ["w"], Bound("coordinate", 1.0, 0.0, 1), {})
+    found = check_displacement(
+        2, [torch.tensor([0.0, -5.0])], [torch.zeros(2)], ["w"], Bound("coordinate", 1.0, 0.0, 1), {}
+    )
     assert found is not None
     assert found.as_dict() == {
         "node": 2,
@@ -294,7 +299,7 @@ def test_an_exclusion_says_what_happened() -> None:
 
 def test_the_worst_coordinate_is_named() -> None:
     delta = torch.tensor([[2.0, 0.0], [0.0, -7.0]])
-    found = judge(
+    found = check_displacement(
         0,
         [torch.zeros(1), delta],
         [torch.zeros(1), torch.zeros(2, 2)],
@@ -307,8 +312,11 @@ def test_the_worst_coordinate_is_named() -> None:
 
 def test_tensors_without_elements_are_fine() -> None:
     limit = Bound("coordinate", 1.0, 0.0, 1)
-    assert judge(0, [torch.zeros(0), torch.ones(1)], [torch.zeros(0), torch.zeros(1)], ["a", "b"], limit, {}) is None
-    assert judge(0, [torch.zeros(0)], [torch.zeros(0)], ["a"], limit, {}) is None
+    assert (
+        check_displacement(0, [torch.zeros(0), torch.ones(1)], [torch.zeros(0), torch.zeros(1)], ["a", "b"], limit, {})
+        is None
+    )
+    assert check_displacement(0, [torch.zeros(0)], [torch.zeros(0)], ["a"], limit, {}) is None
 
 
 # --- in C and in torch ----------------------------------------------------------------------------------------------
@@ -400,10 +408,10 @@ def test_the_first_tensor_is_named_whoever_looks_at_it(dtype: torch.dtype) -> No
     names = ["a", "b", "c"]
     for i in range(3):
         delta = [torch.zeros(x.shape) for x in start]
-        assert judge(0, delta, start, names, limit, {}) is None
+        assert check_displacement(0, delta, start, names, limit, {}) is None
         for later in delta[i:]:
             later.view(-1)[1] = -0.5
-        found = judge(0, delta, start, names, limit, {})
+        found = check_displacement(0, delta, start, names, limit, {})
         assert found is not None and (found.tensor, found.value) == (names[i], -0.5)
         assert found.bound == pytest.approx(1e-6 + 3 * torch.finfo(dtype).eps, rel=1e-2)
 
@@ -442,14 +450,14 @@ def test_the_exact_test_needs_no_memory(kind: str) -> None:
     """16 million parameters that all moved by one ulp, farther than lr * u: 64 MB, and less than 8 MB more."""
     program = f"""
         import math, torch
-        from tailopt.rounds.guard import Bound, judge
+        from tailopt.rounds.guard import Bound, check_displacement
 
         def peak():
             with open("/proc/self/status") as status:
                 return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
         def test(x, d, a):
-            return judge(0, [d], [x], ["w"], Bound("{kind}", a, 0.0, 1), {{}})
+            return check_displacement(0, [d], [x], ["w"], Bound("{kind}", a, 0.0, 1), {{}})
 
         n = 1 << 24
         x, d = torch.ones(n), torch.full((n,), 2.0**-23)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ import tailopt
 from tailopt.rounds import robust
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.participants import Participants
+from tailopt.rounds.policy import RoundPolicy
 from tailopt.rounds.robust import AGGREGATES, Aggregate, centred_clipping, coordinate_median, median_norm, trimmed_mean
-from tailopt.rounds.round import Contribution, EveryoneExcluded, Synchronised, collect
+from tailopt.rounds.round import Contribution, GlobalState, RoundMean, RoundResult
+from tailopt.rounds.settle import EveryoneExcluded
 
 NAMES = list(AGGREGATES)
 SHAPES: list[tuple[int, ...]] = [(3, 2), (5,), (), (0,)]
@@ -236,7 +238,7 @@ def test_what_cannot_be_is_refused_when_it_is_made(name: str, parameters: dict[s
 def test_displacements_that_cannot_be_compared(name: str) -> None:
     with pytest.raises(ValueError, match="Invalid displacements: there are none"):
         AGGREGATES[name]([])
-    with pytest.raises(ValueError, match=r"shapes \[\(3,\)\] in place 1, \[\(2,\)\] in place 0"):
+    with pytest.raises(ValueError, match=r"shapes \[\(3,\)\] at index 1, \[\(2,\)\] at index 0"):
         AGGREGATES[name]([[torch.zeros(2)], [torch.zeros(3)]])
 
 
@@ -265,10 +267,10 @@ def reused(deltas: Sequence[float], buffers: Sequence[float] | None = None) -> I
         running.fill_((buffers or deltas)[node])
         count.fill_(node)
         yield Contribution(
-            node,
-            [torch.zeros(3)],
-            [memory],
-            {"running": running, "count": count},
+            node=node,
+            start=[torch.zeros(3)],
+            delta=[memory],
+            buffers={"running": running, "count": count},
             loss=float(node),
             limit=Bound(None),
             steps=4,
@@ -277,9 +279,18 @@ def reused(deltas: Sequence[float], buffers: Sequence[float] | None = None) -> I
         )
 
 
-def fresh() -> Synchronised:
+def mean_of(
+    before: GlobalState, sent: Iterable[Contribution], participants: Participants, **options: Any
+) -> RoundResult:
+    mean = RoundMean(before, participants, RoundPolicy(rounds=None, local_steps=4, inner_state="keep", **options))
+    for c in sent:
+        mean.add(c)
+    return mean.result()
+
+
+def fresh() -> GlobalState:
     buffers = {"running": torch.zeros(1), "count": torch.zeros((), dtype=torch.int64)}
-    return Synchronised(["w"], [torch.zeros(3)], buffers, [{}])
+    return GlobalState(["w"], [torch.zeros(3)], buffers, [{}])
 
 
 def equal(nodes: int) -> Participants:
@@ -289,54 +300,55 @@ def equal(nodes: int) -> Participants:
 @pytest.mark.parametrize("name", NAMES)
 def test_displacements_are_copied_as_they_arrive(name: str) -> None:
     sent = [1.0, 2.0, 3.0, 4.0, 1e9]
-    found = collect(fresh(), reused(sent), equal(5), aggregate=Aggregate(name))
+    found = mean_of(fresh(), reused(sent), equal(5), aggregate=Aggregate(name))
     assert torch.equal(found.delta[0], Aggregate(name)([[torch.full((3,), v)] for v in sent])[0])
     if name == "median-norm":
-        assert found.report.used == dict.fromkeys(range(4), 0.25)
+        assert found.settlement.weights == dict.fromkeys(range(4), 0.25)
     else:
-        assert found.report.used == dict.fromkeys(range(5), 0.2)
+        assert found.settlement.weights == dict.fromkeys(range(5), 0.2)
 
 
 def test_median_norm_excludes_by_name() -> None:
     """Like the guard: no weight, no loss, no inner state; but its samplers move on."""
-    report = collect(fresh(), reused([1.0, 2.0, -1e6, 2.0]), equal(4), aggregate=Aggregate("median-norm")).report
-    (found,) = report.excluded
+    result = mean_of(fresh(), reused([1.0, 2.0, -1e6, 2.0]), equal(4), aggregate=Aggregate("median-norm"))
+    (found,) = result.settlement.excluded
     assert (found.node, found.tensor, found.reason) == (2, "all tensors", "far above the median norm")
     assert found.value == pytest.approx(1e6 * math.sqrt(3)) and found.bound == pytest.approx(6 * math.sqrt(3))
     assert str(found) == "node 2: far above the median norm in all tensors (1.73e+06, up to 10.4 counts)"
-    assert report.used == dict.fromkeys((0, 1, 3), 1 / 3)
-    assert report.losses.keys() == report.inner.keys() == {0, 1, 3} and report.statistics == [0, 1, 3]
-    assert report.steps.keys() == {0, 1, 2, 3}
+    assert result.settlement.weights == dict.fromkeys((0, 1, 3), 1 / 3)
+    assert result.settlement.losses.keys() == result.kept.inner.keys() == {0, 1, 3}
+    assert result.statistics == [0, 1, 3]
+    assert result.settlement.steps.keys() == {0, 1, 2, 3}
 
 
 def test_median_norm_that_leaves_out_nobody_has_the_means_bits() -> None:
     sent = [0.1, 0.7, 0.3, 0.45, 0.9]
-    plain = collect(fresh(), reused(sent), equal(5))
-    found = collect(fresh(), reused(sent), equal(5), aggregate=Aggregate("median-norm"))
+    plain = mean_of(fresh(), reused(sent), equal(5))
+    found = mean_of(fresh(), reused(sent), equal(5), aggregate=Aggregate("median-norm"))
     pure = median_norm([[torch.full((3,), v)] for v in sent])
     assert torch.equal(found.delta[0], plain.delta[0]) and torch.equal(pure[0], plain.delta[0])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_guard_comes_first(name: str) -> None:
-    found = collect(fresh(), reused([math.nan, 1.0, 1.0, 1.0]), equal(4), aggregate=Aggregate(name))
-    assert [(e.node, e.reason) for e in found.report.excluded] == [(0, "not finite")]
+    found = mean_of(fresh(), reused([math.nan, 1.0, 1.0, 1.0]), equal(4), aggregate=Aggregate(name))
+    assert [(e.node, e.reason) for e in found.settlement.excluded] == [(0, "not finite")]
     torch.testing.assert_close(found.delta[0], torch.ones(3))
     with pytest.raises(EveryoneExcluded, match="Round 1: no displacement can be used"):
-        collect(fresh(), reused([math.nan, math.inf]), equal(2), aggregate=Aggregate(name))
+        mean_of(fresh(), reused([math.nan, math.inf]), equal(2), aggregate=Aggregate(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_without_a_guard_a_nan_is_an_outlier(name: str) -> None:
     sent = [1.0, math.nan, 1.0, 1.0]
-    found = collect(fresh(), reused(sent, [1.0] * 4), equal(4), guard=False, aggregate=Aggregate(name))
+    found = mean_of(fresh(), reused(sent, [1.0] * 4), equal(4), guard=False, aggregate=Aggregate(name))
     torch.testing.assert_close(found.delta[0], torch.ones(3))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_floating_buffers_take_the_median_and_others_the_maximum(name: str) -> None:
     """A node may move its weights as others do and still have ruined statistics."""
-    found = collect(fresh(), reused([1.0] * 4, [5.0, 1e30, 7.0, 6.0]), equal(4), aggregate=Aggregate(name)).buffers
+    found = mean_of(fresh(), reused([1.0] * 4, [5.0, 1e30, 7.0, 6.0]), equal(4), aggregate=Aggregate(name)).buffers
     assert found["running"].item() == 6.5 and found["count"].item() == 3
 
 

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tailopt.algorithms import Algorithm
 from tailopt.clipping.shards import is_dtensor
 from tailopt.distributed.exchange import ALIKE, Wire
 from tailopt.records import checkpoints, history, together
@@ -37,12 +36,11 @@ from tailopt.records.history import child, decode
 from tailopt.records.packing import names as tensors_of
 from tailopt.records.packing import pack, unpack
 from tailopt.records.together import Stretch
-from tailopt.rounds.round import EveryoneExcluded
-from tailopt.rounds.settings import Settings
+from tailopt.rounds.settle import EveryoneExcluded
 from tailopt.rules.torch_optim import GROUP
 
 if TYPE_CHECKING:
-    from tailopt.distributed.nested_optimizer import Node
+    from tailopt.distributed.node import Node
 
 TEXT = 1000  # bytes of a message between nodes
 FREE = ("rounds", "nodes", "weights")  # settings that may be others in a resumed run
@@ -378,7 +376,7 @@ class Keeper:
         across, round = self.crew.across, node.round
         heads, differing = node.exchange.meet(round, step, node.x, self.guard)
         # in the middle of a round the parameters have moved on; its end leaves them out
-        for text in node.loaded_again(differing) if not step else []:
+        for text in node.load_again(differing) if not step else []:
             self.say(text)
         for k, head in enumerate(heads):
             if (head.round, head.steps) == (-1 - round, step):
@@ -427,24 +425,6 @@ def all_excluded(error: EveryoneExcluded, keeper: Keeper | None) -> EveryoneExcl
     if keeper is not None:
         keeper.log(f"stopped: {ended}")
     return ended
-
-
-def described(algorithm: Algorithm, settings: Settings | None, optimizer: Optimizer) -> dict[str, Any]:
-    """What a run folder says about the optimizers; of an inner one that the user built, its kind."""
-    if settings is None:
-        return {
-            "outer": algorithm.outer if isinstance(algorithm.outer, str) else algorithm.outer.__name__,
-            "settings": storable(algorithm.numbers("outer")),
-            "inner": type(optimizer).__name__,
-        }
-    named = isinstance(algorithm.outer, str) and isinstance(algorithm.inner, str)
-    return {
-        "algorithm": algorithm.name,
-        "settings": {key: storable(value) for key, value in algorithm.settings.items()},
-        "numbers": None if named else {level: storable(algorithm.numbers(level)) for level in ("outer", "inner")},
-        "send_preconditioner": algorithm.send_preconditioner,
-        "schedules": storable(settings.schedules()),
-    }
 
 
 # What all nodes share

@@ -41,12 +41,12 @@ from tailopt.distributed.peers import Peers, on_cpu
 from tailopt.distributed.rendezvous import named
 from tailopt.distributed.verdicts import Row, Verdict, pairs_that_differ, unanimous, verdict_row
 from tailopt.records.shards import memory
-from tailopt.rounds.blocks import BLOCK, root
-from tailopt.rounds.drops import empty
-from tailopt.rounds.guard import BEYOND, SLACK, Bound, Exclusion, exceeded, judge
+from tailopt.rounds.block_norm import BLOCK, root
+from tailopt.rounds.guard import BEYOND, SLACK, Bound, Exclusion, check_displacement, exceeded_norm
+from tailopt.rounds.mean import BufferMean
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.robust import Aggregate
-from tailopt.rounds.round import BufferMean, EveryoneExcluded, Report
+from tailopt.rounds.settle import Settlement, settle
 from tailopt.rules.rule import Numbers, Rule, State, of
 
 PIECE = 4 * BLOCK  # elements: an outer rule's four arrays of them fit the cache of a core
@@ -235,14 +235,33 @@ class Terms:
         expected: (node, steps) -> its bound, where the settings are agreed; else nodes state their own.
         free: participants without a bound: they continue from weights of their own.
         most_steps: local steps that a node may take in a round.
-        aggregate: a robust one in the mean's place.
+        robust: a robust mean instead of the weighted one.
     """
 
     guard: bool = True
     expected: Callable[[int, int], Bound] | None = None
     free: Collection[int] = ()
     most_steps: float = math.inf
-    aggregate: Aggregate | None = None
+    robust: Aggregate | None = None
+
+
+@dataclass
+class ExchangeReport:
+    """What real nodes know of a round, the same on all of them.
+
+    Args:
+        settlement: who counted.
+        seconds: that the local steps of every participant took.
+        remarks: about nodes that differ from the others.
+        last: whether this may be the last round.
+        notes: about weights that a node had to load again.
+    """
+
+    settlement: Settlement
+    seconds: dict[int, float]
+    remarks: dict[int, str]
+    last: bool
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -341,54 +360,52 @@ class Exchange:
         before: Mapping[str, Tensor],
         said: Statement,
         terms: Terms,
-    ) -> tuple[Report, dict[str, Tensor]]:
+    ) -> tuple[ExchangeReport, dict[str, Tensor]]:
         """Judge what was moved; then `outer` can add it up and take the step.
 
         x: the synchronised weights, flat, from which `moved` went; before: the buffers as the round began. Returns the
-        report, the same on every node, and the mean buffers. Where every contribution was lost, nobody is `used` and
+        report, the same on every node, and the mean buffers. Where every contribution was lost, nobody counts and
         there is no mean.
         """
         heads = self._swapped(t, who, said, terms)
         differing = self._other_weights(t - 1, heads)
         self._load_again(x, heads, differing)
         everyone = self._everyones(buffers)
-        report = Report(steps={node: _within(heads[node].steps, terms.most_steps) for node in who.shares})
-        report.seconds = {node: heads[node].seconds for node in who.shares}
-        report.last = any(head.confirm for head in heads)
         bounds = self._bounds(t, who, heads, said, terms)
-        report.remarks = bounds.remarks
         verdicts = self._verdicts(t, who, heads, x, bounds, differing, everyone, before, terms)
-        for node, share in who.shares.items():
-            if node in verdicts:
-                report.excluded.append(verdicts[node])
-            else:
-                report.used[node] = share
-                report.losses[node] = heads[node].loss
-        aggregate = terms.aggregate
-        if aggregate is not None and report.used:
-            self._leave_out_outliers(report, aggregate)
-        if not any(report.used.values()):
-            if not empty(report.excluded):
-                raise EveryoneExcluded.of(t, report.excluded)
-            report.used, report.losses = {}, {}
+        settlement = self._settle(t, who, heads, verdicts, terms)
+        report = ExchangeReport(
+            settlement,
+            seconds={node: heads[node].seconds for node in who.shares},
+            remarks=bounds.remarks,
+            last=any(head.confirm for head in heads),
+        )
+        if not settlement.counted:
             return report, dict(before)
-        whole = 1.0 if not report.excluded else math.fsum(report.used.values())
-        rows = [self._received[i] for i in report.used]
-        combine = aggregate.combine(self._length) if aggregate is not None else None
+        rows, whole, robust = [self._received[i] for i in settlement.counted], settlement.total_share, terms.robust
+        combine = robust.combine(self._length) if robust is not None else None
         if combine is None:
-            self.mean, self._sum = rows[0], _Sum(rows, list(report.used.values()), whole)
+            self.mean, self._sum = rows[0], _Sum(rows, list(settlement.counted.values()), whole)
         else:
             (self.mean,), self._sum = combine([[row] for row in rows]), None
-        into = BufferMean() if aggregate is None else BufferMean.median()
-        mean = _mean_buffers(into, everyone, report.used, whole, buffers)
-        report.used = {i: share / whole for i, share in report.used.items()}
-        return report, mean
+        into = BufferMean() if robust is None else BufferMean.median()
+        return report, _mean_buffers(into, everyone, settlement.counted, whole, buffers)
 
-    def _leave_out_outliers(self, report: Report, aggregate: Aggregate) -> None:
-        far = aggregate.outliers([[self._received[i]] for i in report.used], list(report.used), self._length)
-        report.excluded += far
-        for excluded in far:
-            del report.used[excluded.node], report.losses[excluded.node]
+    def _settle(
+        self,
+        t: int,
+        who: Participants,
+        heads: Sequence[Header],
+        verdicts: Mapping[int, Exclusion],
+        terms: Terms,
+    ) -> Settlement:
+        """Turn verdicts into who counts; a robust mean may exclude further nodes."""
+        excluded = [verdicts[node] for node in who.shares if node in verdicts]
+        sound = [node for node in who.shares if node not in verdicts]
+        if terms.robust is not None and sound:
+            excluded += terms.robust.outliers([[self._received[i]] for i in sound], sound, self._length)
+        steps = {node: _within(heads[node].steps, terms.most_steps) for node in who.shares}
+        return settle(t, who, steps, excluded, {node: head.loss for node, head in enumerate(heads)})
 
     def _length(self, delta: Sequence[Tensor]) -> float:
         """The norm of a displacement of which every node has its stretch; all nodes ask at once."""
@@ -699,10 +716,10 @@ class Exchange:
     ) -> Exclusion | None:
         """The guard's word about a node's buffers and this stretch of its displacement; norms come later."""
         if _plainly_within(top, limit):
-            return judge(node, [], [], [], Bound(None), buffers, before)
+            return check_displacement(node, [], [], [], Bound(None), buffers, before)
         names = [self.names[s.tensor] for s in self.segments]
         begun = [part.to(self.kinds[s.tensor]) for part, s in zip(self.cut(x), self.segments, strict=True)]
-        return judge(node, self._parts(row), begun, names, self._limit_by_segment(limit), buffers, before)
+        return check_displacement(node, self._parts(row), begun, names, self._limit_by_segment(limit), buffers, before)
 
     def _judge_norms(
         self, who: Participants, x: Tensor, limits: Mapping[int, Bound], verdicts: dict[int, Exclusion]
@@ -721,7 +738,7 @@ class Exchange:
             groups = [[piece for pieces in tensors for piece in pieces]] if whole else tensors
             for i, (length, group) in enumerate(zip(moved, groups, strict=True)):
                 own = limit if whole else Bound(limit.kind, of(limit.a, i), of(limit.c, i), limit.steps)
-                most = exceeded(length, group, own)
+                most = exceeded_norm(length, group, own)
                 if most is not None:
                     name = "all tensors" if whole else self.names[i]
                     verdicts[node] = Exclusion(node, name, length, most, BEYOND)

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from tailopt.algorithms import Algorithm
 from tailopt.distributed.nested_optimizer import NestedOptimizer
-from tailopt.engines.batches import FromData, LossFunction
-from tailopt.engines.loop import Evaluate
-from tailopt.engines.sequential import seed_plainly, seed_torch, trainable
+from tailopt.engines.batches import DatasetBatches, LossFunction
+from tailopt.engines.engine import Evaluate
+from tailopt.engines.model_state import trainable
+from tailopt.engines.sequential import seed_python_and_numpy, seed_torch
 from tailopt.engines.simulate import simulate
 from tailopt.records import history
 from tailopt.records.folder import Run, is_run
@@ -86,7 +87,7 @@ def train(
     node = dist.get_rank()
     if len(data) != dist.get_world_size():
         raise ValueError(f"Invalid nodes: there are data for {len(data)}, and {dist.get_world_size()} processes.")
-    source = FromData(data, local_steps, None, batch_size, seed)
+    source = DatasetBatches(data, local_steps, None, batch_size, seed)
     names, params = trainable(model)
     device = params[0].device
     ledgers: list[Ledger] = []
@@ -124,7 +125,7 @@ def train(
     while not opt.finished:
         t, taken = opt.node.round + 1, opt.taken
         base = derive(seed, "model", t, node)
-        seed_plainly(base)
+        seed_python_and_numpy(base)
         losses = []
         for step, batch in enumerate(_given(source, node, t, taken, local_steps)):
             seed_torch(mixed(base, step), device)
@@ -138,7 +139,7 @@ def train(
     return opt
 
 
-def _given(source: FromData, node: int, t: int, taken: int, steps: int) -> Iterator[Any]:
+def _given(source: DatasetBatches, node: int, t: int, taken: int, steps: int) -> Iterator[Any]:
     """Batch by batch: the caller seeds between them, as the simulation does."""
     batches = source.batches(node, t, taken, steps)
     for _ in range(steps):

@@ -6,33 +6,26 @@ import copy
 import os
 import random
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from tailopt.algorithms import Algorithm
-from tailopt.arguments import (
-    check_counts,
-    check_flags,
-    check_function,
-    check_projection,
-    checked_loggers,
-    checked_seed,
-)
-from tailopt.engines.batches import BatchFunction, FromData, FromFunction, LossFunction, Source
-from tailopt.engines.loop import Evaluate, Loop, check, restore
-from tailopt.engines.sequential import PRECISIONS, Sequential, trainable
-from tailopt.records import checkpoints
+from tailopt.arguments import check_choice, check_counts, check_flags, check_function
+from tailopt.engines.batches import BatchFunction, BatchSource, DatasetBatches, FunctionBatches, LossFunction
+from tailopt.engines.engine import Evaluate
+from tailopt.engines.loop import Loop, Reporting
+from tailopt.engines.model_state import ModelState, trainable
+from tailopt.engines.sequential import PRECISIONS, LocalTraining, Sequential
 from tailopt.records.folder import opened, storable
 from tailopt.rounds import robust
-from tailopt.rounds.drops import ON_DROP, Drops, Loss
-from tailopt.rounds.participants import SAMPLINGS, Chooser, Sampling, checked_weights, how_many
-from tailopt.rounds.round import Synchronised
-from tailopt.rounds.settings import Settings
+from tailopt.rounds.drops import Loss
+from tailopt.rounds.hyperparameters import AlgorithmHyperparameters
+from tailopt.rounds.participants import Chooser, checked_weights
+from tailopt.rounds.policy import RoundPolicy
 
 ENGINES = ("auto", "sequential")
 
@@ -147,128 +140,165 @@ def simulate(
         >>> result.history[-1]["loss"] < 0.02
         True
     """
-    _check_choices(on_drop, engine, precision, sampling)
-    if (local_steps is None) == (local_epochs is None):
-        raise ValueError("Give local_steps or local_epochs, one of the two: what a node does in a round.")
-    check_counts(rounds=rounds, evaluate_every=evaluate_every, checkpoint_every=checkpoint_every, keep=keep)
-    check_counts(local_steps=local_steps) if local_epochs is None else check_counts(local_epochs=local_epochs)
-    check_flags(average=average, guard=guard, statistics=statistics, resume=resume, progress=progress, inplace=inplace)
-    check_projection(projection)
+    check_choice("engine", engine, ENGINES)
+    check_counts(rounds=rounds)  # a simulation has an end
+    check_flags(resume=resume, inplace=inplace)
     check_function("loss", loss, "a function (model, batch) that returns a scalar tensor")
-    check_function("evaluate", evaluate, "a function of the model that returns a mapping of numbers, or None")
-    told = checked_loggers(loggers)
-    seed = checked_seed(seed)
     _check_model(model, algorithm)
-    source = _source(data, batches, nodes, local_steps, local_epochs, batch_size, seed)
-    used = _weights(weights, source)
-    combined = robust.chosen(aggregate, used, sampling)
-    losing = Drops(source.nodes, drops, seed)
-    chosen = Sampling(used, how_many(source.nodes, participation, participants), sampling, seed)
-    if run is not None and source.repeatable:
-        raise ValueError(
-            f"Invalid run: {source.repeatable}, so a stopped run could not be resumed. "
-            "Use a map-style dataset without a sampler, or leave `run` out."
-        )
-    if resume and run is None:
-        raise ValueError("Invalid resume: there is no run folder to go on from. Give it as `run`.")
-    place = torch.device(device) if device is not None else _device_of(model)
-    working = (model if inplace else copy.deepcopy(model)).to(place)
-    modes = [(module, module.training) for module in working.modules()]
-    names, _ = trainable(working)
-    settings = Settings(algorithm, schedules, names)
-    settings.inner(1, 0)  # patterns and shapes are refused here, before anything moves
-    settings.outer(1)
-    worker = Sequential(
-        working, algorithm, loss, source, settings, seed, place, precision, statistics, probing=run is not None
+    policy = RoundPolicy(
+        rounds=rounds,
+        inner_state=algorithm.inner_state,
+        local_steps=local_steps,
+        local_epochs=local_epochs,
+        participation=participation,
+        participants=participants,
+        sampling=sampling,
+        drops=drops,
+        on_drop=on_drop,
+        projection=projection,
+        average=average,
+        guard=guard,
+        aggregate=aggregate,
+        seed=seed,
     )
-    state = Sequential.synchronised(working, average)
+    source = _batch_source(data, batches, nodes, batch_size, policy)
+    policy = replace(policy, nodes=source.nodes, weights=_node_weights(weights, source))
+    reporting = Reporting(
+        title=algorithm.name,
+        evaluate=evaluate,
+        evaluate_every=evaluate_every,
+        statistics=statistics,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        loggers=loggers,
+        progress=progress,
+    )
+    simulation = _Simulation(model, algorithm, policy, loss, source, schedules, device, precision)
+    return simulation.run(reporting, _Records(run, resume, {"batch_size": batch_size}, describe or {}), inplace)
+
+
+@dataclass(frozen=True)
+class _Records:
+    """Where a simulation is recorded: its run folder, and what the configuration there holds besides."""
+
+    folder: str | os.PathLike[str] | None
+    resume: bool
+    config: Mapping[str, Any]
+    describe: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.resume and self.folder is None:
+            raise ValueError("Invalid resume: there is no run folder to go on from. Give it as `run`.")
+
+
+@dataclass(frozen=True)
+class _Simulation:
+    """Everything that decides the bits of a simulation."""
+
+    model: torch.nn.Module
+    algorithm: Algorithm
+    policy: RoundPolicy
+    loss: LossFunction
+    batches: BatchSource
+    schedules: Any
+    device: torch.device | str | None
+    precision: str | None
+
+    def __post_init__(self) -> None:
+        check_choice("precision", self.precision, tuple(PRECISIONS))
+
+    def run(self, reporting: Reporting, records: _Records, inplace: bool) -> Result:
+        """Train, in the model itself or in a copy of it."""
+        if records.folder is not None and self.batches.not_repeatable_because:
+            raise ValueError(
+                f"Invalid run: {self.batches.not_repeatable_because}, so a stopped run could not be resumed. "
+                "Use a map-style dataset without a sampler, or leave `run` out."
+            )
+        device = torch.device(self.device) if self.device is not None else next(self.model.parameters()).device
+        hparams = AlgorithmHyperparameters(self.algorithm, self.schedules, trainable(self.model)[0])
+        hparams.check_first_round()
+        working = (self.model if inplace else copy.deepcopy(self.model)).to(device)
+        modes = [(module, module.training) for module in working.modules()]
+        engine = Sequential(working, self._training(hparams, device, reporting.statistics, records))
+        state = engine.initial_state(self.policy.average)
+        with _own_randomness(device):
+            config = self._config(reporting.statistics, records)
+            run = opened(records.folder, config, records.resume) if records.folder is not None else None
+            try:
+                loop = Loop(engine, self.policy, hparams, reporting, run)
+                if records.resume:
+                    loop.resume(state)
+                try:
+                    loop.go(state)
+                finally:  # a model changed in place holds a whole round, also where one was interrupted
+                    engine.load_into_model(state)
+                    for module, training in modes:
+                        module.training = training
+            finally:
+                if run is not None:
+                    run.close()
+            mean = None
+            if state.average is not None:
+                mean = copy.deepcopy(working)
+                ModelState(mean).load_average(state)
+        return Result(working, mean, loop.history, self.algorithm, self.policy.seed)
+
+    def _training(
+        self, hparams: AlgorithmHyperparameters, device: torch.device, statistics: bool, records: _Records
+    ) -> LocalTraining:
+        return LocalTraining(
+            algorithm=self.algorithm,
+            hparams=hparams.inner,
+            loss=self.loss,
+            batches=self.batches,
+            seed=self.policy.seed,
+            device=device,
+            precision=self.precision,
+            statistics=statistics,
+            resumable=records.folder is not None,
+        )
+
+    def _config(self, statistics: bool, records: _Records) -> dict[str, Any]:
+        """Return what the run folder says about this simulation."""
+        schedules = getattr(self.schedules, "schedules", self.schedules)
+        named = sorted(schedules.items()) if isinstance(schedules, Mapping) else []
+        config = {
+            **algorithm_config(self.algorithm),
+            "schedules": dict(named),
+            **self.policy.as_config(),
+            **records.config,
+            "precision": self.precision,
+            "statistics": statistics,
+        }
+        return {**{key: storable(value) for key, value in config.items()}, **records.describe}
+
+
+def algorithm_config(algorithm: Algorithm) -> dict[str, Any]:
+    """Return what a run folder says about an algorithm."""
     named = isinstance(algorithm.outer, str) and isinstance(algorithm.inner, str)
-    config = {
+    return {
         "algorithm": algorithm.name,
-        "settings": {k: storable(v) for k, v in algorithm.settings.items()},
+        "settings": {key: storable(value) for key, value in algorithm.settings.items()},
         # two classes of torch.optim may both have a momentum
         "numbers": None if named else {level: storable(algorithm.numbers(level)) for level in ("outer", "inner")},
-        "inner_state": algorithm.inner_state,
         "send_preconditioner": algorithm.send_preconditioner,
-        "schedules": {name: storable(s) for name, s in _schedule_names(schedules)},
-        "rounds": rounds,
-        "local_steps": local_steps,
-        "local_epochs": local_epochs,
-        "batch_size": batch_size,
-        "nodes": source.nodes,
-        "weights": list(used),
-        "participation": storable(participation),
-        "participants": participants,
-        "sampling": sampling,
-        # None where nothing gets lost: so in folders from before
-        "drops": storable(drops) if drops != 0 else None,
-        "on_drop": on_drop if drops != 0 else None,
-        "projection": projection,
-        "average": average,
-        "guard": guard,
-        "aggregate": None if combined is None else str(combined),  # None, the mean: so in folders from before
-        "precision": precision,
-        "statistics": statistics,
-        "seed": seed,
-        **(describe or {}),
     }
-    loop = Loop(
-        worker,
-        chosen,
-        settings,
-        rounds,
-        projection,
-        guard,
-        evaluate,
-        evaluate_every,
-        statistics,
-        None,
-        checkpoint_every,
-        keep,
-        told,
-        progress,
-        algorithm.name,
-        aggregate=combined,
-        drops=losing,
-        on_drop=on_drop,
-    )
-    with _own_randomness(place):
-        try:
-            if run is not None:
-                loop.run = opened(run, config, resume)
-                if resume:
-                    _resume(loop, state)
-            try:
-                loop.go(state)
-            finally:  # a model changed in place holds a whole round, also where one was broken off
-                worker.show(state.weights, state.buffers)
-                for module, training in modes:
-                    module.training = training
-        finally:
-            if loop.run is not None:
-                loop.run.close()
-        mean = None
-        if state.average is not None:
-            mean = copy.deepcopy(working)
-            Sequential(mean, algorithm, loss, source, settings, seed, place).show(state.average, state.buffers)
-    return Result(working, mean, loop.history, algorithm, seed)
 
 
-def _source(
+def _batch_source(
     data: Sequence[Any] | None,
     batches: BatchFunction | None,
     nodes: int | None,
-    steps: int | None,
-    epochs: int | None,
     batch_size: int | None,
-    seed: int,
-) -> Source:
+    policy: RoundPolicy,
+) -> BatchSource:
+    steps, epochs = policy.local_steps, policy.local_epochs
     if (data is None) == (batches is None):
-        raise ValueError("Give data, one Dataset or DataLoader a node, or batches, a function; one of the two.")
+        raise ValueError("Give data, one Dataset or DataLoader per node, or batches, a function; one of the two.")
     if data is not None:
         if nodes is not None and nodes != len(data):
             raise ValueError(f"Invalid nodes: {nodes}, but there are data for {len(data)}. Leave `nodes` out.")
-        return FromData(data, steps, epochs, batch_size, seed)
+        return DatasetBatches(data, steps, epochs, batch_size, policy.seed)
     assert batches is not None
     if not callable(batches):
         raise TypeError(f"Invalid batches: {type(batches).__name__}; need a function (node, round, step, generator).")
@@ -278,34 +308,22 @@ def _source(
         raise ValueError("Invalid local_epochs: a batch function has no end to count passes by. Give local_steps.")
     if batch_size is not None:
         raise ValueError(f"Invalid batch_size: {batch_size}; the batch function decides that. Leave it out.")
-    return FromFunction(batches, nodes, steps, seed)
+    return FunctionBatches(batches, nodes, steps, policy.seed)
 
 
-def _weights(weights: Sequence[float] | str | None, source: Source) -> tuple[float, ...]:
+def _node_weights(weights: Sequence[float] | str | None, source: BatchSource) -> tuple[float, ...]:
     if weights is None:
         return (1.0,) * source.nodes
     if isinstance(weights, str):
         if weights != "samples":
             raise ValueError(f'Invalid weights: {weights!r}; need None, "samples" or a sequence of numbers.')
-        found = source.samples()
-        if found is None:
+        samples = source.samples()
+        if samples is None:
             raise ValueError('Invalid weights: "samples" needs data whose sizes are known. Give the numbers.')
-        return checked_weights(found, source.nodes)
+        return checked_weights(samples, source.nodes)
     if not isinstance(weights, Iterable):
-        raise TypeError(f'Invalid weights: {weights!r}; need None, "samples" or a sequence of numbers, one a node.')
+        raise TypeError(f'Invalid weights: {weights!r}; need None, "samples" or a sequence of numbers, one per node.')
     return checked_weights(list(weights), source.nodes)
-
-
-def _check_choices(on_drop: str, engine: str, precision: str | None, sampling: str) -> None:
-    choices: list[tuple[str, Any, tuple[Any, ...]]] = [
-        ("on_drop", on_drop, ON_DROP),
-        ("engine", engine, ENGINES),
-        ("precision", precision, tuple(PRECISIONS)),
-        ("sampling", sampling, SAMPLINGS),
-    ]
-    for name, value, allowed in choices:
-        if value not in allowed:
-            raise ValueError(f"Invalid {name}: {value!r}; need one of {', '.join(map(repr, allowed))}.")
 
 
 def _check_model(model: torch.nn.Module, algorithm: Algorithm) -> None:
@@ -313,32 +331,6 @@ def _check_model(model: torch.nn.Module, algorithm: Algorithm) -> None:
         raise TypeError(f"Invalid algorithm: {algorithm!r}; make one with tailopt.algorithm(name, ...).")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("Invalid model: no parameter requires a gradient, so there is nothing to train.")
-
-
-def _device_of(model: torch.nn.Module) -> torch.device:
-    return next(iter(model.parameters())).device
-
-
-def _resume(loop: Loop, state: Synchronised) -> None:
-    run = loop.run
-    assert run is not None
-    snapshot = checkpoints.load_latest(run.path, lambda snapshot, path: check(run, snapshot, path))
-    if snapshot is None:
-        run.refuse_rows_alone()
-        return
-    restore(snapshot, state, loop.engine)
-    loop.engine.check_repeatable()  # before anything is dropped
-    checkpoints.rewind(run.path, state.round)
-    run.rewind(state.round, snapshot.stamp and snapshot.stamp.history)
-    loop.history = run.history()
-    run.log(f"resumed after round {state.round}")
-    if state.round >= loop.rounds:
-        warnings.warn(f"The run has {state.round} rounds already; nothing is left to do.", UserWarning, stacklevel=3)
-
-
-def _schedule_names(schedules: Any) -> list[tuple[str, Any]]:
-    found = getattr(schedules, "schedules", schedules)
-    return sorted(found.items()) if isinstance(found, Mapping) else []
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class BitFlip(Fault):
     def before(self, optimizer: NestedOptimizer) -> None:
         """In the first parameter itself."""
         if self.in_memory:
-            first = optimizer.node.local()[0].view(-1)[:1]
+            first = optimizer.node.local_tensors()[0].view(-1)[:1]
             first.copy_(_flipped(first.clone(), self.bit))
 
     def shards(self, outgoing: Sequence[Tensor], node: int) -> Sequence[Tensor]:
@@ -203,7 +203,7 @@ class Partition(Fault):
 def inject(optimizer: NestedOptimizer, *faults: Fault) -> None:
     """Let faults happen on this node."""
     node = optimizer.node
-    exchange, close = node.exchange, node.close
+    exchange, close_round = node.exchange, node.close_round
     own = {field.name: getattr(exchange.wire, field.name) for field in fields(exchange.wire)}
     wire = _FaultyWire(**own)
     exchange.wire = wire
@@ -216,9 +216,9 @@ def inject(optimizer: NestedOptimizer, *faults: Fault) -> None:
         wire.faults = active
         for fault in wire.faults:
             fault.before(optimizer)
-        return close(*arguments, **settings)
+        return close_round(*arguments, **settings)
 
-    node.close = closed  # type: ignore[method-assign]
+    node.close_round = closed  # type: ignore[method-assign]
 
 
 class _FaultyWire(Wire):
@@ -234,7 +234,7 @@ class _FaultyWire(Wire):
 
 @torch.no_grad()
 def _set(optimizer: NestedOptimizer, value: float) -> None:
-    optimizer.node.local()[0].view(-1)[0] = value
+    optimizer.node.local_tensors()[0].view(-1)[0] = value
 
 
 def _flipped(x: Tensor, bit: int) -> Tensor:

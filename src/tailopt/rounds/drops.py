@@ -1,10 +1,10 @@
-"""Whose contribution gets lost in a round, though the node did its steps.
+"""Which contributions are lost on the way in a round, although the nodes took their local steps.
 
-    a probability p   every node, independently: u_i < p, one uniform number a node
+    a probability p   every node, independently: u_i < p, one uniform number per node
     a function        (round, generator) -> node numbers
 
-Drawn from a generator that is a function of (seed, round) alone, like the participants. A loss is nobody's fault: the
-weights of those who are missing go to the others, and if nothing at all arrives, the round takes no outer step.
+Losses are drawn from a generator that is a function of (seed, round) alone, like the participants. A lost contribution
+is nobody's fault: its weight goes to the others, and if nothing arrives at all, the round takes no outer step.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ Loss = Callable[[int, torch.Generator], Iterable[int]]
 
 @dataclass(frozen=True)
 class Drops:
-    """Whose contributions get lost.
+    """The losses of every round.
 
     Args:
         nodes: how many there are.
-        lost: a probability from 0 to 1, or a function (round, generator) -> node numbers; those that do not take part
-            have nothing to lose.
+        lost: a probability from 0 to 1, or a function (round, generator) -> node numbers; a node that does not take
+            part has nothing to lose.
 
     Examples:
         >>> drops = Drops(4, 0.5, seed=0)
         >>> [sorted(drops.draw(t)) for t in (1, 2, 3)]
         [[3], [0, 1, 2, 3], [0, 2, 3]]
-        >>> Drops(4, lambda t, source: [t % 4]).draw(6)
+        >>> Drops(4, lambda t, generator: [t % 4]).draw(6)
         {2}
     """
 
@@ -53,21 +53,21 @@ class Drops:
             )
 
     def draw(self, t: int) -> set[int]:
-        """Whose contributions to round t get lost."""
+        """Return the nodes whose contributions to round t are lost."""
         if not callable(self.lost) and self.lost == 0:
             return set()
-        source = generator(self.seed, "drops", t)
+        randomness = generator(self.seed, "drops", t)
         if not callable(self.lost):
-            numbers = torch.rand(self.nodes, generator=source, dtype=torch.float64)
+            numbers = torch.rand(self.nodes, generator=randomness, dtype=torch.float64)
             return set((numbers < self.lost).nonzero().flatten().tolist())
-        found = {int(i) for i in self.lost(t, source)}
-        wrong = [i for i in found if not 0 <= i < self.nodes]
+        lost_nodes = {int(i) for i in self.lost(t, randomness)}
+        wrong = [i for i in lost_nodes if not 0 <= i < self.nodes]
         if wrong:
             raise ValueError(
                 f"Invalid drops: the function named node {wrong[0]} for round {t}; need numbers from 0 to "
                 f"{self.nodes - 1}."
             )
-        return found
+        return lost_nodes
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ class Dropped(Exclusion):
 
     @classmethod
     def of(cls, node: int) -> Dropped:
-        """That of a node."""
+        """Return the exclusion of a node whose contribution was lost."""
         return cls(node, "what was sent", 0.0, None, DROPPED)
 
     def __str__(self) -> str:
         return f"node {self.node}: its contribution did not arrive"
 
 
-def empty(excluded: Iterable[Exclusion]) -> bool:
-    """Whether those who do not count are missing only because nothing of them arrived."""
+def only_drops(excluded: Iterable[Exclusion]) -> bool:
+    """Return whether somebody is excluded, and everybody excluded only because the contribution did not arrive."""
     reasons = [e.reason for e in excluded]
     return bool(reasons) and all(reason == DROPPED for reason in reasons)

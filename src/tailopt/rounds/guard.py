@@ -1,7 +1,8 @@
 """Which displacements count: an honest node cannot move farther than its optimizer allows.
 
-The bound comes from the agreed settings, never from what was received. With z steps that each move a coordinate by at
-most s, and decoupled weight decay k = lr * weight_decay, a coordinate x moves by at most b, where b starts at 0 and
+The bound comes from the agreed settings, never from the displacement that was received. With z steps that each move a
+coordinate by at most s, and decoupled weight decay k = lr * weight_decay, a coordinate x moves by at most b, where b
+starts at 0 and
 
     b <- |1 - k| b + s + k |x|        that is, b = a + c |x| with two numbers a and c
 
@@ -19,21 +20,21 @@ import torch
 from torch import Tensor
 
 from tailopt.native import library
-from tailopt.rounds.blocks import BLOCK, added, norm, root, squares
+from tailopt.rounds.block_norm import BLOCK, norm, root, sequential_sum, squares
 from tailopt.rules.rule import Numbers, Rule, of, product
 
 SLACK = 1e-3
 NOT_FINITE, BEYOND = "not finite", "beyond what its optimizer can move"  # why a displacement is excluded
-PIECE = 1 << 16  # elements that torch compares at once
-KERNEL = (torch.float32, torch.bfloat16, torch.float16)  # types of parameters that the C kernel knows
+CHUNK = 1 << 16  # elements that torch compares at once
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of parameters, that the C kernel takes
 
 
 @dataclass(frozen=True)
 class Bound:
-    """How far a node can have moved: a + c |x|, for every coordinate or in norm. None bounds nothing."""
+    """How far a node can have moved: a + c |x|, per coordinate or in norm; kind None bounds nothing."""
 
     kind: str | None
-    a: Any = 0.0  # a number or a tensor, or a list with one for each parameter
+    a: Any = 0.0  # a number or a tensor, or a list with one per parameter
     c: Any = 0.0
     steps: int = 0
 
@@ -49,7 +50,7 @@ class Exclusion:
     reason: str
 
     def as_dict(self) -> dict[str, Any]:
-        """As it stands in the history."""
+        """Return the exclusion as the history keeps it."""
         return dict(vars(self))
 
     def __str__(self) -> str:
@@ -58,7 +59,7 @@ class Exclusion:
 
 
 def bound(rule: Rule, steps: Iterable[Numbers]) -> Bound:
-    """What a rule can do with these numbers, one mapping for each local step."""
+    """Return how far a rule can move a node with these hyperparameters, one mapping per local step."""
     a: Any = 0.0
     c: Any = 0.0
     kind, count = None, 0
@@ -69,7 +70,7 @@ def bound(rule: Rule, steps: Iterable[Numbers]) -> Bound:
         kind, count, length = reach.kind, count + 1, reach.length
         decay = product(h["lr"], h["weight_decay"]) if h.get("weight_decay") else 0.0
         left = [abs(1 - k) for k in decay] if isinstance(decay, list) else abs(1 - decay)
-        if kind == "norm":  # one number for all: what is largest in this step, since the next may favour another tensor
+        if kind == "norm":  # one number for all tensors: the largest of this step, since the next may favour another
             decay, left, length = map(_largest, (decay, left, length))
         a = _affine(left, a, length)
         c = _affine(left, c, decay)
@@ -77,22 +78,22 @@ def bound(rule: Rule, steps: Iterable[Numbers]) -> Bound:
 
 
 def _affine(left: Any, before: Any, more: Any) -> Any:
-    """left * before + more, where each may be a list with one for each parameter."""
+    """Return left * before + more, where each may be a list with one entry per parameter."""
     lists = [value for value in (left, before, more) if isinstance(value, list)]
     if lists:
         return [_affine(of(left, i), of(before, i), of(more, i)) for i in range(len(lists[0]))]
     return left * before + more
 
 
-def within(flat: Tensor, limit: Bound) -> bool:
-    """Whether all is well at a glance: every element within the least that the bound can be. False: look closer."""
+def clearly_within(flat: Tensor, limit: Bound) -> bool:
+    """Return whether every element is within the least that the bound can be; False means that nothing is decided."""
     if limit.kind != "coordinate" or isinstance(limit.a, Tensor | list) or not flat.numel():
         return False
     low, high = torch.aminmax(flat)
     return bool(-limit.a <= low.item() and high.item() <= limit.a)  # NaN is neither
 
 
-def judge(
+def check_displacement(
     node: int,
     delta: Sequence[Tensor],
     start: Sequence[Tensor],
@@ -101,12 +102,12 @@ def judge(
     buffers: Mapping[str, Tensor],
     before: Mapping[str, Tensor] | None = None,
 ) -> Exclusion | None:
-    """None, or why the displacement of a node from `start` does not count.
+    """Return why the displacement of a node from `start` does not count, or None if it does.
 
-    start: in the parameters' own types; before: the buffers that it started from. One that was not finite then and has
-    not changed, such as an attention mask with -inf, is a constant of the model.
+    start: in the parameters' own types; before: the buffers that the node started from. A buffer that was not finite
+    then and has not changed, such as an attention mask with -inf, is a constant of the model.
     """
-    tops = _tops(delta)
+    tops = _largest_magnitudes(delta)
     for name, d, top in zip(names, delta, tops, strict=True):
         if not top < float("inf"):
             return Exclusion(node, name, _first_nonfinite(d), None, NOT_FINITE)
@@ -121,21 +122,20 @@ def judge(
         return _beyond_norm(node, delta, start, "all tensors", limit)
     if limit.kind == "tensor norm":
         for i, name in enumerate(names):
-            own = Bound(limit.kind, of(limit.a, i), of(limit.c, i), limit.steps)
-            found = _beyond_norm(node, [delta[i]], [start[i]], name, own)
-            if found:
-                return found
+            of_tensor = Bound(limit.kind, of(limit.a, i), of(limit.c, i), limit.steps)
+            if (exclusion := _beyond_norm(node, [delta[i]], [start[i]], name, of_tensor)) is not None:
+                return exclusion
     return None
 
 
-def _tops(tensors: Sequence[Tensor]) -> list[float]:
-    """The largest magnitude of each tensor; NaN where there is one."""
+def _largest_magnitudes(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the largest magnitude of each tensor; NaN where the tensor contains one."""
     filled = [t for t in tensors if t.numel()]
     if not filled:
         return [0.0] * len(tensors)
     ends = (torch.aminmax(t) for t in filled)  # one pass; the infinity norm takes ten times as long
-    found = iter(torch.stack([torch.maximum(-low, high) for low, high in ends]).tolist())
-    return [next(found) if t.numel() else 0.0 for t in tensors]
+    tops = iter(torch.stack([torch.maximum(-low, high) for low, high in ends]).tolist())
+    return [next(tops) if t.numel() else 0.0 for t in tensors]
 
 
 def _first_nonfinite(x: Tensor) -> float:
@@ -146,17 +146,18 @@ def _beyond_coordinates(
     node: int, delta: Sequence[Tensor], start: Sequence[Tensor], names: Sequence[str], limit: Bound, tops: list[float]
 ) -> Exclusion | None:
     a, c = ([of(value, i) for i in range(len(names))] for value in (limit.a, limit.c))
-    # a is the least that b can be: a top within it is the usual case
+    # a is the least that b can be, and nearly always the largest magnitude is within it: no second pass then
     close = [i for i, top in enumerate(tops) if isinstance(a[i], Tensor) or not top <= a[i]]
     kernel = library.loaded()
-    found: dict[int, tuple[int, float] | None] = {}
+    by_kernel: dict[int, tuple[int, float] | None] = {}
     if kernel is not None:
-        fast = [i for i in close if _plain(delta[i], start[i]) and not isinstance(a[i] + c[i], Tensor)]
+        fast = [i for i in close if _kernel_takes(delta[i], start[i]) and not isinstance(a[i] + c[i], Tensor)]
         pairs = [delta[i] for i in fast], [start[i] for i in fast]
-        numbers = [a[i] for i in fast], [c[i] for i in fast]
-        found.update(zip(fast, kernel.beyond(*pairs, *numbers, 1 + SLACK, limit.steps + 2), strict=True))
+        coefficients = [a[i] for i in fast], [c[i] for i in fast]
+        worst_by_kernel = kernel.beyond(*pairs, *coefficients, 1 + SLACK, limit.steps + 2)
+        by_kernel.update(zip(fast, worst_by_kernel, strict=True))
     for i in close:
-        worst = found[i] if i in found else _farthest(delta[i], start[i], a[i], c[i], limit.steps)
+        worst = by_kernel[i] if i in by_kernel else _farthest(delta[i], start[i], a[i], c[i], limit.steps)
         if worst is not None:
             at, most = worst
             value = float(delta[i].reshape(-1)[at])
@@ -164,30 +165,30 @@ def _beyond_coordinates(
     return None
 
 
-def _plain(d: Tensor, x: Tensor) -> bool:
-    """Whether the kernel takes a displacement and its start."""
-    known = d.dtype == torch.float32 and x.dtype in KERNEL and d.shape == x.shape
+def _kernel_takes(d: Tensor, x: Tensor) -> bool:
+    """Return whether the C kernel takes a displacement and its start."""
+    known = d.dtype == torch.float32 and x.dtype in KERNEL_DTYPES and d.shape == x.shape
     return known and d.is_cpu and x.is_cpu and d.is_contiguous() and x.is_contiguous()
 
 
 def _farthest(d: Tensor, x: Tensor, a: Any, c: Any, steps: int) -> tuple[int, float] | None:
-    """The element that is farthest beyond its bound, and that bound; None: none is."""
-    if d.numel() <= PIECE or not d.is_cpu:
-        found = _farthest_of(d, x, a, c, steps)
-        return None if found is None else found[1:]
-    # in pieces that stay in the cache: a dozen temporary tensors of the size of a parameter take several times as long
+    """Return the element that is farthest beyond its bound, and that bound; None if no element is beyond it."""
+    if d.numel() <= CHUNK or not d.is_cpu:
+        farthest = _farthest_of(d, x, a, c, steps)
+        return None if farthest is None else farthest[1:]
+    # in chunks that stay in the cache: a dozen temporary tensors of the size of a parameter take several times as long
     rows = [v.expand(d.shape).reshape(-1) if isinstance(v, Tensor) and v.dim() else v for v in (d, x, a, c)]
     best: tuple[float, int, float] | None = None
-    for k in range(0, d.numel(), PIECE):
-        piece = [v[k : k + PIECE] if isinstance(v, Tensor) and v.dim() else v for v in rows]
-        found = _farthest_of(piece[0], piece[1], piece[2], piece[3], steps)
-        if found is not None and (best is None or found[0] > best[0]):
-            best = found[0], k + found[1], found[2]
+    for k in range(0, d.numel(), CHUNK):
+        chunk = [v[k : k + CHUNK] if isinstance(v, Tensor) and v.dim() else v for v in rows]
+        farthest = _farthest_of(chunk[0], chunk[1], chunk[2], chunk[3], steps)
+        if farthest is not None and (best is None or farthest[0] > best[0]):
+            best = farthest[0], k + farthest[1], farthest[2]
     return None if best is None else best[1:]
 
 
 def _farthest_of(d: Tensor, x: Tensor, a: Any, c: Any, steps: int) -> tuple[float, int, float] | None:
-    """By how much it is beyond, where it is, and its bound."""
+    """Return by how much the farthest element is beyond its bound, its index, and the bound."""
     wide = x.to(d.dtype).abs()
     b = a + c * wide
     allowed = b * (1 + SLACK) + (steps + 2) * _ulp(torch.maximum(wide, b), x.dtype)
@@ -202,31 +203,29 @@ def _farthest_of(d: Tensor, x: Tensor, a: Any, c: Any, steps: int) -> tuple[floa
 def _beyond_norm(
     node: int, delta: Sequence[Tensor], start: Sequence[Tensor], name: str, limit: Bound
 ) -> Exclusion | None:
-    moved = norm(delta)
-    most = exceeded(moved, start, limit)
-    return None if most is None else Exclusion(node, name, moved, most, BEYOND)
+    length = norm(delta)
+    allowed = exceeded_norm(length, start, limit)
+    return None if allowed is None else Exclusion(node, name, length, allowed, BEYOND)
 
 
-def exceeded(moved: float, start: Sequence[Tensor], limit: Bound) -> float | None:
-    """None, or the largest norm that was possible, where a displacement has a larger one."""
+def exceeded_norm(length: float, start: Sequence[Tensor], limit: Bound) -> float | None:
+    """Return the largest norm that was possible, if the norm of a displacement is larger; else None."""
     b = _largest(limit.a) + (_largest(limit.c) * norm(start) if _largest(limit.c) else 0.0)
-    if moved <= b:
+    if length <= b:
         return None
-    ulps = root(added(_ulp_squares(x, b)) for x in start)
+    ulps = root(sequential_sum(_ulp_squares(x, b)) for x in start)
     allowed = b * (1 + SLACK) + (limit.steps + 2) * ulps
-    return allowed if moved > allowed else None
+    return allowed if length > allowed else None
 
 
 def _ulp_squares(x: Tensor, least: float) -> list[float]:
-    """The sum of squares of the ulps of max(|x|, least), of each block."""
-    kernel, line = library.loaded(), x.detach().reshape(-1)
-    plain = line.is_cpu and line.is_contiguous() and line.dtype in KERNEL
-    found = kernel.ulp_squares(line, least) if kernel is not None and plain else None
-    blocks = line.split(BLOCK) if line.numel() else ()
-    # the kernel leaves those blocks to torch whose sum depends on the order
-    return [
-        _ulp_squares_of(block, least) if found is None or found[k] < 0 else found[k] for k, block in enumerate(blocks)
-    ]
+    """Return, for each block, the sum of squares of the ulps of max(|x|, least)."""
+    kernel, flat = library.loaded(), x.detach().reshape(-1)
+    kernel_takes = flat.is_cpu and flat.is_contiguous() and flat.dtype in KERNEL_DTYPES
+    sums = kernel.ulp_squares(flat, least) if kernel is not None and kernel_takes else None
+    blocks = flat.split(BLOCK) if flat.numel() else ()
+    # the kernel returns -1 for a block whose sum depends on the order of additions: that one is torch's
+    return [_ulp_squares_of(block, least) if sums is None or sums[k] < 0 else sums[k] for k, block in enumerate(blocks)]
 
 
 def _ulp_squares_of(block: Tensor, least: float) -> float:
@@ -235,12 +234,12 @@ def _ulp_squares_of(block: Tensor, least: float) -> float:
 
 
 def _largest(value: Any) -> float:
-    """Of a list with a threshold for each parameter, the largest bounds the norm over all of them."""
+    """Return the largest entry of a list with one per parameter: it bounds the norm over all of them."""
     return max(map(float, value)) if isinstance(value, list) else float(value)
 
 
 def _ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance of a magnitude to the next larger number of a type."""
+    """Return the distance of a magnitude to the next larger number of a type."""
     info = torch.finfo(dtype)
     exponent = torch.frexp(x)[1] - 1  # x = m * 2^exponent, 1 <= m < 2
     return torch.ldexp(torch.full_like(x, info.eps), exponent).clamp(min=info.smallest_normal * info.eps)

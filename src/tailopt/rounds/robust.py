@@ -1,14 +1,15 @@
-"""Means that a minority of broken nodes cannot carry away, for inner optimizers that the guard has no bound for.
+"""Means that a minority of broken nodes cannot move far, for inner optimizers that the guard has no bound for.
 
-    median-norm         the mean of those whose norm is at most `multiple` times the median norm
+    median-norm         the mean of the displacements whose norm is at most `multiple` times the median norm
     trimmed-mean        by coordinate: the mean without the largest and the smallest `share` of the values
     coordinate-median   by coordinate: the middle value, or the mean of the two in the middle
-    centred-clipping    v <- v + mean of clip(delta_i - v, radius), some times over, from the coordinate median
+    centred-clipping    v <- v + mean of clip(delta_i - v, radius), several times, from the coordinate median
 
 All of them need every displacement at once, so a round holds as many copies of the model as nodes take part, and all
 ignore weights: a broken node must not be able to weigh more. They help where fewer than half of the nodes are broken
-(trimmed-mean: fewer than are trimmed at an end), and cost where none is: what is rare but right gets lost as well.
-A value that is not a number counts as the largest. Norms are those of `tailopt.rounds.blocks`.
+(trimmed-mean: fewer than are trimmed at an end). Where none is broken they cost something: a rare but correct
+displacement is lost as well.
+A value that is not a number counts as the largest. Norms are those of `tailopt.rounds.block_norm`.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ import torch
 from torch import Tensor
 
 from tailopt.clipping.operators import arithmetic
-from tailopt.rounds.blocks import norm
+from tailopt.rounds.block_norm import norm
 from tailopt.rounds.guard import Exclusion
 
 Displacements = Sequence[Sequence[Tensor]]  # nodes, then tensors
-Length = Callable[[Sequence[Tensor]], float]  # the norm of a displacement; of one that is spread over nodes, the whole
+Length = Callable[[Sequence[Tensor]], float]  # the norm of a whole displacement, also where a node holds a part of it
 CHUNK = 1 << 18  # elements of a tensor that are sorted at a time: sorting needs four times their memory
 
 
 def median_norm(displacements: Displacements, multiple: float = 3.0) -> list[Tensor]:
     """The mean of the displacements whose norm is at most `multiple` times the median norm.
 
-    With an even number of them the median is the lower of the two in the middle. Where nobody is left out, these are
-    the bits of the plain mean with equal weights. What is opposed but not longer than the others counts.
+    With an even number of nodes the median is the lower of the two in the middle. If nobody is left out, the result has
+    the bits of the plain mean with equal weights. A displacement that is opposed but not longer than the others counts.
 
     Args:
         multiple: 1 or more.
@@ -48,7 +49,7 @@ def median_norm(displacements: Displacements, multiple: float = 3.0) -> list[Ten
         [tensor([2.])]
     """
     wide = _wide(displacements)
-    far = far_off(wide, multiple)
+    far = outliers_by_norm(wide, multiple)
     near = [delta for i, delta in enumerate(wide) if i not in far]
     if not near:
         raise ValueError(f"Invalid displacements: of {len(wide)}, half or more are not numbers.")
@@ -58,21 +59,22 @@ def median_norm(displacements: Displacements, multiple: float = 3.0) -> list[Ten
     return total
 
 
-def far_off(
+def outliers_by_norm(
     displacements: Displacements, multiple: float = 3.0, length: Length = norm
 ) -> dict[int, tuple[float, float]]:
-    """Which displacements `median_norm` leaves out, by their place: their norm, and the largest that counts."""
+    """Return the displacements that `median_norm` leaves out, by index: their norm, and the largest that counts."""
     if not 1 <= multiple < math.inf:
-        raise ValueError(f"Invalid multiple: got {multiple}; need 1 <= multiple < inf. 3 leaves out what is far off.")
+        raise ValueError(f"Invalid multiple: got {multiple}; need 1 <= multiple < inf. 3 leaves out clear outliers.")
     norms = [length(delta) for delta in displacements]
     limit = multiple * _lower_median(norms)
     return {i: (long, limit) for i, long in enumerate(norms) if not long <= limit}
 
 
 def trimmed_mean(displacements: Displacements, share: float = 0.2) -> list[Tensor]:
-    """By coordinate, the mean of what is left when a share of the values is cut off at each end.
+    """Take, by coordinate, the mean of what remains when a share of the values is cut off at each end.
 
-    Of n nodes floor(share * n) are cut off at each end; from three nodes on at least one, since less protects nobody.
+    Of n nodes floor(share * n) are cut off at each end; with three or more nodes at least one, since less protects
+    nobody.
 
     Args:
         share: above 0, below 0.5.
@@ -90,7 +92,7 @@ def trimmed_mean(displacements: Displacements, share: float = 0.2) -> list[Tenso
 
 
 def coordinate_median(displacements: Displacements) -> list[Tensor]:
-    """By coordinate, the middle value; with an even number of nodes, the mean of the two in the middle.
+    """Take, by coordinate, the middle value; with an even number of nodes, the mean of the two in the middle.
 
     Examples:
         >>> nodes = [[torch.tensor([x, -x])] for x in (1.0, 2.0, 1e9)]
@@ -102,7 +104,7 @@ def coordinate_median(displacements: Displacements) -> list[Tensor]:
 
 
 def centred_clipping(displacements: Displacements, radius: float | None = None, iterations: int = 3) -> list[Tensor]:
-    """A centre that every displacement pulls at, none by more than `radius`.
+    """Find a centre that every displacement pulls at, none by more than `radius`.
 
         v <- v + 1/n sum of (delta_i - v) min(1, radius / |delta_i - v|)
 
@@ -157,7 +159,7 @@ AGGREGATES: Mapping[str, Callable[..., list[Tensor]]] = MappingProxyType(
 
 @dataclass(frozen=True, init=False)
 class Aggregate:
-    """One of `AGGREGATES` with its parameters, checked when it is made.
+    """One of `AGGREGATES` with its parameters, checked at construction.
 
     Examples:
         >>> robust = Aggregate("trimmed-mean", share=0.3)
@@ -183,17 +185,17 @@ class Aggregate:
         self([[torch.zeros(1)]])  # values out of range are refused here, not after a round of work
 
     def __call__(self, displacements: Displacements) -> list[Tensor]:
-        """One displacement from those of all nodes, in fp32 (fp64 in fp64)."""
+        """Combine the displacements of all nodes into one, in fp32 (fp64 for fp64)."""
         return AGGREGATES[self.name](displacements, **dict(self.parameters))
 
     def __str__(self) -> str:
-        given = ", ".join(f"{key}={value!r}" for key, value in self.parameters)
-        return f"{self.name}({given})" if given else self.name
+        parameters = ", ".join(f"{key}={value!r}" for key, value in self.parameters)
+        return f"{self.name}({parameters})" if parameters else self.name
 
     def combine(self, length: Length = norm) -> Callable[[Displacements], list[Tensor]] | None:
-        """What takes the mean's place once outliers are gone; None where it is the mean itself.
+        """Return the function that replaces the mean once outliers are gone; None where the mean itself remains.
 
-        length: how long a displacement is; the displacements may then be parts of what it measures.
+        length: measures a displacement; the tensors handed in may then be partitions of what it measures.
         """
         if self.name == "median-norm":
             return None
@@ -202,23 +204,24 @@ class Aggregate:
         return partial(AGGREGATES[self.name], **dict(self.parameters))
 
     def outliers(self, displacements: Displacements, nodes: Sequence[int], length: Length = norm) -> list[Exclusion]:
-        """Whom it leaves out as a whole: by median-norm some, by the others nobody."""
+        """Return the nodes that it leaves out as a whole: median-norm may exclude some, the others exclude nobody."""
         if self.name != "median-norm":
             return []
-        found = far_off(displacements, **dict(self.parameters), length=length)
-        return [FarOff(nodes[i], "all tensors", *lengths, "far above the median norm") for i, lengths in found.items()]
+        outliers = outliers_by_norm(displacements, **dict(self.parameters), length=length)
+        reason = "far above the median norm"
+        return [Outlier(nodes[i], "all tensors", *lengths, reason) for i, lengths in outliers.items()]
 
 
 @dataclass(frozen=True)
-class FarOff(Exclusion):
-    """A displacement much longer than those of the others; its bound is what counts, not what is possible."""
+class Outlier(Exclusion):
+    """A displacement much longer than the others; `bound` is the longest that counts, not the longest possible."""
 
     def __str__(self) -> str:
         return f"node {self.node}: {self.reason} in {self.tensor} ({self.value:.3g}, up to {self.bound:.3g} counts)"
 
 
-def chosen(aggregate: str | Aggregate, weights: Sequence[float] = (), sampling: str = "uniform") -> Aggregate | None:
-    """None for "mean", or the robust aggregate of that name. Refuses what a robust one would have to ignore."""
+def resolve(aggregate: str | Aggregate, weights: Sequence[float] = (), sampling: str = "uniform") -> Aggregate | None:
+    """Return None for "mean", or the robust mean of that name; refuse weights that it would have to ignore."""
     if aggregate == "mean":
         return None
     if not isinstance(aggregate, Aggregate):
@@ -240,33 +243,33 @@ def chosen(aggregate: str | Aggregate, weights: Sequence[float] = (), sampling: 
 
 
 def _wide(displacements: Displacements) -> list[list[Tensor]]:
-    """In the arithmetic's type; refuses what cannot be compared."""
+    """Return the displacements in the arithmetic's type; refuse shapes that differ."""
     if not displacements:
         raise ValueError("Invalid displacements: there are none; need those of one node or more.")
     shapes = [[tuple(x.shape) for x in delta] for delta in displacements]
-    for i, own in enumerate(shapes):
-        if own != shapes[0]:
+    for i, node_shapes in enumerate(shapes):
+        if node_shapes != shapes[0]:
             raise ValueError(
-                f"Invalid displacements: shapes {own} in place {i}, {shapes[0]} in place 0; need the same."
+                f"Invalid displacements: shapes {node_shapes} at index {i}, {shapes[0]} at index 0; need the same."
             )
     return [[x.detach().to(arithmetic(x.dtype)) for x in delta] for delta in displacements]
 
 
 def _by_coordinate(displacements: Displacements, reduced: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """A function of a coordinate's sorted values, rows ascending, for every coordinate."""
-    found = []
+    """Apply a function to the sorted values of every coordinate; rows ascend."""
+    results = []
     for values in zip(*_wide(displacements), strict=True):
         flat = [x.reshape(-1) for x in values]
         result = torch.empty_like(flat[0])
         parts = zip(result.split(CHUNK), *(x.split(CHUNK) for x in flat), strict=True)
         for into, *rows in parts if result.numel() else ():
             into.copy_(reduced(torch.stack(rows).sort(dim=0).values))
-        found.append(result.reshape(values[0].shape))
-    return found
+        results.append(result.reshape(values[0].shape))
+    return results
 
 
 def _mean(rows: Tensor) -> Tensor:
-    """Row after row in float64: the bits depend on neither the order of nodes nor on how a tensor is cut."""
+    """Add row after row in float64, so that the bits depend on neither the order of nodes nor the partitions."""
     total = rows[0].double()
     for row in rows[1:]:
         total = total + row
@@ -274,5 +277,5 @@ def _mean(rows: Tensor) -> Tensor:
 
 
 def _lower_median(values: Sequence[float]) -> float:
-    """With an even number of values the lower of the two in the middle: an honest one, where one more is honest."""
+    """Return the median; of an even number the lower one, which is an honest value if a majority is honest."""
     return sorted(values, key=lambda value: (math.isnan(value), value))[(len(values) - 1) // 2]

@@ -1,45 +1,48 @@
 """One round, as a function of explicit state:
 
     1. who takes part                       participants.py
-    2. each from x, z local steps           an engine's business; what arrives is a Contribution
+    2. each from x, z local steps           done by an engine; what arrives is a Contribution
     3. the guard                            guard.py
-    4. delta = sum of share * displacement  in ascending node order
+    4. delta = sum of share * displacement  mean.py, in ascending node order; or a robust mean, robust.py
     5. the outer step: x from x and delta   the outer rule, on -delta
-    6. projection onto a ball, if asked for
+    6. x scaled back into a ball, if a radius is set
     7. the iterate average, if asked for
 
-Contributions are streamed through one accumulator: a round needs the memory of one node however many there are.
-A robust aggregate (robust.py) in the place of step 4 holds them all at once instead.
-The order of additions, and their roundings, are the same for every engine.
+An engine hands contributions to a `RoundMean`, one by one, and `finish_round` takes the outer step. A round needs the
+memory of one node, however many there are; a robust mean needs that of all nodes.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tailopt.rounds.blocks import norm
-from tailopt.rounds.drops import Dropped, empty
-from tailopt.rounds.guard import Bound, Exclusion, judge, within
+from tailopt.rounds.block_norm import norm
+from tailopt.rounds.drops import Dropped
+from tailopt.rounds.guard import Bound, Exclusion, check_displacement, clearly_within
+from tailopt.rounds.mean import BufferedMean, BufferMean, WeightedMean
 from tailopt.rounds.participants import Participants
-from tailopt.rounds.robust import Aggregate, Displacements, coordinate_median
+from tailopt.rounds.policy import RoundPolicy
+from tailopt.rounds.settle import Settlement, settle
 from tailopt.rules.rule import Numbers, Rule, State
-
-PIECE = 1 << 20  # elements that are scaled at once
 
 
 @dataclass
-class Synchronised:
-    """What is common to all nodes after a round.
+class GlobalState:
+    """What all nodes share after a round.
 
-    weights are kept in the arithmetic's type (fp32 for bf16 and fp16), buffers in their own. flat: one tensor that
-    holds all weights, which are views of it; None where their types differ.
+    Args:
+        names: of the parameters that are trained.
+        weights: in the arithmetic's type (fp32 for bf16 and fp16).
+        buffers: in their own types.
+        outer: the outer rule's state, per parameter.
+        average: of the rounds' weights, or None where it was not asked for.
+        round: the number of completed rounds.
+        flat: one tensor that holds all weights, which are views of it; None where their types differ.
     """
 
     names: list[str]
@@ -52,19 +55,29 @@ class Synchronised:
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
-    """Where a node goes on from whose contribution was lost, with `on_drop="keep"`: copies in the model's own types."""
+class LocalState:
+    """Where a node continues that keeps its own weights after a loss: copies in the model's own types."""
 
     weights: list[Tensor]
     buffers: dict[str, Tensor]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Contribution:
-    """What one node did in a round.
+    """What one node did in a round. Its tensors may lie in the model's own memory: the next contribution reuses it.
 
-    delta: in the arithmetic's type; flat: all of it as one tensor, laid out like that of the synchronised weights, or
-    None; inner: its optimizer's state, where it is kept; own: where it ended, if it goes on from there.
+    Args:
+        node: its number.
+        start: the weights from which it started, in the parameters' own types.
+        delta: the displacement, in the arithmetic's type.
+        buffers: of the model, as the node left them.
+        loss: the mean over its local steps.
+        limit: how far it can have moved.
+        steps: local steps taken.
+        flat: the whole displacement as one tensor, laid out like the flat global weights, or None.
+        inner: its optimizer's state, where nodes keep it.
+        local: where it ended, if it continues from there.
+        statistics: of its gradients, if they were asked for.
     """
 
     node: int
@@ -74,249 +87,148 @@ class Contribution:
     loss: float
     limit: Bound
     steps: int = 0
-    inner: list[State] | None = None
-    statistics: Any = None
     flat: Tensor | None = None
-    own: Own | None = None
+    inner: list[State] | None = None
+    local: LocalState | None = None
+    statistics: Any = None
 
 
 @dataclass
-class Report:
-    """What happened in a round; losses and statistics of the nodes that counted, inner states of the sound ones.
+class NodeStates:
+    """What the nodes of a round keep for themselves, by node."""
 
-    own: where those go on from whose contributions were lost, if it is not from the synchronised weights.
-    Real nodes add: seconds of their local steps, remarks about nodes that differ from the others, whether this may be
-    the last round, and notes about weights that a node had to load again.
-    """
-
-    excluded: list[Exclusion] = field(default_factory=list)
-    used: dict[int, float] = field(default_factory=dict)
-    losses: dict[int, float] = field(default_factory=dict)
-    steps: dict[int, int] = field(default_factory=dict)
     inner: dict[int, list[State]] = field(default_factory=dict)
-    statistics: list[Any] = field(default_factory=list)
-    own: dict[int, Own] = field(default_factory=dict)
-    seconds: dict[int, float] = field(default_factory=dict)
-    remarks: dict[int, str] = field(default_factory=dict)
-    last: bool = False
-    notes: list[str] = field(default_factory=list)
-
-    def loss(self) -> float:
-        """The mean over the nodes that counted, with their weights; NaN where nothing arrived."""
-        return sum(self.used[i] * loss for i, loss in self.losses.items()) if self.used else math.nan
-
-
-class EveryoneExcluded(RuntimeError):
-    """No displacement of a round could be used."""
-
-    @classmethod
-    def of(cls, t: int, excluded: Sequence[Exclusion]) -> EveryoneExcluded:
-        """With the reasons of all of them."""
-        reasons = "; ".join(map(str, excluded)) or "nobody with a weight above 0 took part"
-        return cls(f"Round {t}: no displacement can be used: {reasons}.")
+    local: dict[int, LocalState] = field(default_factory=dict)
 
 
 @dataclass
-class Collected:
-    """The mean displacement and mean buffers of a round, with what happened on the way.
+class RoundResult:
+    """The mean of a round, ready for the outer step.
 
-    Where every contribution was lost there is no mean: delta is empty, and the buffers are those of before.
+    Args:
+        settlement: who counted.
+        delta: the mean displacement; empty where every contribution was lost.
+        buffers: the mean buffers; where every contribution was lost, those from before the round.
+        kept: what the nodes keep.
+        statistics: of the nodes that counted.
     """
 
+    settlement: Settlement
     delta: list[Tensor]
     buffers: dict[str, Tensor]
-    report: Report
+    kept: NodeStates
+    statistics: list[Any]
 
 
-def collect(
-    state: Synchronised,
-    contributions: Iterable[Contribution],
-    who: Participants,
-    guard: bool = True,
-    aggregate: Aggregate | None = None,
-    lost: Collection[int] = (),
-) -> Collected:
-    """Steps 2 to 4: judge what arrives and add it up. `state` is read, never changed.
+class RoundMean:
+    """Checks the contributions of a round as they arrive, and adds up those that count. `state` is never changed.
 
-    aggregate: a robust one in the mean's place, for equal shares; floating buffers then take the coordinate median.
-    lost: nodes whose contributions do not arrive. Nobody judges them, and their inner states move on.
+    Args:
+        state: from which the round started.
+        participants: who takes part.
+        policy: whether the guard checks, and which mean is taken.
+        lost: nodes whose contributions do not arrive. They are not checked, and their inner states move on.
     """
-    report = Report()
-    mean: _Sum | _Held = _Sum()
-    buffers = BufferMean()
-    counted: dict[int, float] = {}
-    counting = _judged(state, _arrived(contributions, lost, report), guard, report)
-    if aggregate is not None:
-        counting = _without_outliers(counting, aggregate, report)
-        combine = aggregate.combine()
-        mean = mean if combine is None else _Held(combine)
-        buffers = BufferMean.median()
-    for c in counting:
-        share = counted[c.node] = who.shares[c.node]
-        mean.add(c.delta if c.flat is None else [c.flat], share)
-        buffers.add(c.buffers, share)
-        report.losses[c.node] = c.loss
-        if c.inner is not None:
-            report.inner[c.node] = c.inner
-        if c.statistics is not None:
-            report.statistics.append(c.statistics)
-    if not any(counted.values()):
-        if not empty(report.excluded):
-            raise EveryoneExcluded.of(state.round + 1, report.excluded)
-        report.losses, report.statistics = {}, []
-        return Collected([], state.buffers, report)
-    whole = 1.0 if not report.excluded else math.fsum(counted.values())
-    report.used = {i: share / whole for i, share in counted.items()}
-    delta = mean.result(whole)
-    if delta[0].shape != state.weights[0].shape:  # it was added up as one tensor
-        delta = [delta[0].as_strided(w.shape, w.stride(), w.storage_offset()) for w in state.weights]
-    return Collected(delta, buffers.result(whole, state.buffers), report)
 
+    def __init__(
+        self, state: GlobalState, participants: Participants, policy: RoundPolicy, lost: Collection[int] = ()
+    ) -> None:
+        self._state, self._participants, self._guard, self._lost = state, participants, policy.guard, lost
+        self._robust = policy.robust_mean
+        combine = None if self._robust is None else self._robust.combine()
+        self._delta = WeightedMean() if combine is None else BufferedMean(combine)
+        self._buffers = BufferMean() if self._robust is None else BufferMean.median()
+        self._waiting: list[Contribution] = []  # until a robust mean has seen all of them
+        self._steps: dict[int, int] = {}
+        self._losses: dict[int, float] = {}
+        self._excluded: list[Exclusion] = []
+        self._kept = NodeStates()
+        self._statistics: list[Any] = []
 
-def _arrived(contributions: Iterable[Contribution], lost: Collection[int], report: Report) -> Iterator[Contribution]:
-    """Those that are not lost; a node's samplers and inner state move on, whether it counts or not."""
-    for c in contributions:
-        report.steps[c.node] = c.steps
-        if c.node not in lost:
-            yield c
-            continue
-        report.excluded.append(Dropped.of(c.node))
-        if c.inner is not None:
-            report.inner[c.node] = c.inner
-        if c.own is not None:
-            report.own[c.node] = c.own
-
-
-def _judged(
-    state: Synchronised, contributions: Iterable[Contribution], guard: bool, report: Report
-) -> Iterator[Contribution]:
-    """Those that the guard lets pass, one by one."""
-    for c in contributions:
-        found = None
-        if guard and not (c.flat is not None and not c.buffers and within(c.flat, c.limit)):
-            found = judge(c.node, c.delta, c.start, state.names, c.limit, c.buffers, state.buffers)
-        if found is None:
-            yield c
+    def add(self, c: Contribution) -> None:
+        """Take one contribution, in ascending node order. Afterwards its tensors may be overwritten."""
+        self._steps[c.node] = c.steps  # a node's samplers move on, whether it counts or not
+        if c.node in self._lost:
+            self._excluded.append(Dropped.of(c.node))
+            self._keep(c)
+        elif (exclusion := self._check(c)) is not None:
+            self._excluded.append(exclusion)
+        elif self._robust is not None:
+            copied = {name: b.clone() for name, b in c.buffers.items()}
+            self._waiting.append(replace(c, flat=None, delta=[d.clone() for d in c.delta], buffers=copied))
         else:
-            report.excluded.append(found)
+            self._count(c)
+
+    def result(self) -> RoundResult:
+        """Settle the round. Raises `EveryoneExcluded` where no displacement can be used."""
+        if self._robust is not None:
+            self._count_all_but_outliers()
+        settlement = settle(self._state.round + 1, self._participants, self._steps, self._excluded, self._losses)
+        if not settlement.counted:
+            return RoundResult(settlement, [], self._state.buffers, self._kept, [])
+        delta, weights = self._delta.result(settlement.total_share), self._state.weights
+        if delta[0].shape != weights[0].shape:  # it was added up as one flat tensor
+            delta = [delta[0].as_strided(w.shape, w.stride(), w.storage_offset()) for w in weights]
+        buffers = self._buffers.result(settlement.total_share, self._state.buffers)
+        return RoundResult(settlement, delta, buffers, self._kept, self._statistics)
+
+    def _check(self, c: Contribution) -> Exclusion | None:
+        if not self._guard or (c.flat is not None and not c.buffers and clearly_within(c.flat, c.limit)):
+            return None
+        state = self._state
+        return check_displacement(c.node, c.delta, c.start, state.names, c.limit, c.buffers, state.buffers)
+
+    def _count(self, c: Contribution) -> None:
+        share = self._participants.shares[c.node]
+        self._delta.add(c.delta if c.flat is None else [c.flat], share)
+        self._buffers.add(c.buffers, share)
+        self._losses[c.node] = c.loss
+        self._keep(c)
+        if c.statistics is not None:
+            self._statistics.append(c.statistics)
+
+    def _count_all_but_outliers(self) -> None:
+        assert self._robust is not None
+        nodes = [c.node for c in self._waiting]
+        outliers = self._robust.outliers([c.delta for c in self._waiting], nodes) if nodes else []
+        self._excluded += outliers
+        left_out = {e.node for e in outliers}
+        for c in self._waiting:
+            if c.node not in left_out:
+                self._count(c)
+
+    def _keep(self, c: Contribution) -> None:
+        if c.inner is not None:
+            self._kept.inner[c.node] = c.inner
+        if c.local is not None and c.node in self._lost:
+            self._kept.local[c.node] = c.local
 
 
-def _without_outliers(
-    contributions: Iterable[Contribution], aggregate: Aggregate, report: Report
-) -> Iterator[Contribution]:
-    """All of them copied, since each is gone when the next one is asked for; then those that the aggregate keeps."""
-    held = [
-        replace(
-            c, flat=None, delta=[d.clone() for d in c.delta], buffers={name: b.clone() for name, b in c.buffers.items()}
-        )
-        for c in contributions
-    ]
-    far = aggregate.outliers([c.delta for c in held], [c.node for c in held]) if held else []
-    report.excluded += far
-    left_out = {e.node for e in far}
-    yield from (c for c in held if c.node not in left_out)
-
-
-def finish(
-    state: Synchronised, found: Collected, outer: Rule, numbers: Numbers, projection: float | None = None
-) -> None:
-    """Steps 5 to 7: `state` moves on to the next synchronised weights. The collected mean is used up."""
-    state.buffers = found.buffers
-    if found.report.used:  # nothing arrived: nothing moves
-        outer_step(state, found.delta, outer, numbers)
-        if projection is not None:
-            project(state.weights, projection)
+def finish_round(state: GlobalState, result: RoundResult, outer: Rule, hparams: Numbers, policy: RoundPolicy) -> None:
+    """Take steps 5 to 7: `state` moves on to the next global weights. The mean in `result` is used up."""
+    state.buffers = result.buffers
+    if result.settlement.counted:  # where nothing arrived, nothing moves
+        outer_step(state, result.delta, outer, hparams)
+        if policy.radius is not None:
+            project(state.weights, policy.radius)
     state.round += 1
     if state.average is not None:
         # x~ = sum of r x_r over sum of r: the share of the last one is r / (1 + ... + r)
         torch._foreach_lerp_(state.average, state.weights, 2.0 / (state.round + 1))
 
 
-def outer_step(state: Synchronised, delta: list[Tensor], outer: Rule, numbers: Numbers) -> None:
-    """x from x and the mean displacement: the outer rule on the negated displacement, which is used up."""
-    more = {}
+def outer_step(state: GlobalState, delta: list[Tensor], outer: Rule, hparams: Numbers) -> None:
+    """Apply the outer rule to the negated mean displacement, which is used up."""
+    norms = {}
     if outer.name in ("biclip-l2", "l2clip"):
-        by_tensor = numbers.get("scope") == "tensor"
-        more["norm"] = [norm([d]) for d in delta] if by_tensor else norm(delta)
+        per_tensor = hparams.get("scope") == "tensor"
+        norms["norm"] = [norm([d]) for d in delta] if per_tensor else norm(delta)
     torch._foreach_neg_(delta)
-    outer.step(state.weights, delta, state.outer, {**numbers, **more})
+    outer.step(state.weights, delta, state.outer, {**hparams, **norms})
 
 
 def project(weights: Sequence[Tensor], radius: float) -> None:
-    """x <- x * min(1, radius / |x|), one norm over all tensors."""
+    """Scale the weights by min(1, radius / |x|), with one norm over all tensors."""
     length = norm(weights)
     if length > radius:
         torch._foreach_mul_(list(weights), radius / length)
-
-
-class _Sum:
-    """acc = share * delta of the first, then acc + (share * delta) with two roundings."""
-
-    def __init__(self) -> None:
-        self._acc: list[Tensor] = []
-
-    def add(self, delta: Sequence[Tensor], share: float) -> None:
-        """Add one; a large tensor in pieces, so that no further copy of a model is needed."""
-        # not add(alpha=share), which is a fused multiply-add on some processors
-        if not self._acc:
-            self._acc = [d * share for d in delta]
-            return
-        for acc, d in zip(self._acc, delta, strict=True):
-            if d.numel() <= PIECE or not (acc.is_contiguous() and d.is_contiguous()):
-                acc.add_(d * share)
-                continue
-            for a, part in zip(acc.view(-1).split(PIECE), d.view(-1).split(PIECE), strict=True):
-                a.add_(part * share)
-
-    def result(self, whole: float) -> list[Tensor]:
-        """The sum; divided by the weight that counted, where somebody did not."""
-        if whole != 1.0:
-            for acc in self._acc:  # by a tensor: some devices divide by a number through its reciprocal
-                acc.div_(torch.tensor(whole, dtype=torch.float64).to(acc))
-        return self._acc
-
-
-class _Held:
-    """In the place of a sum: what needs all displacements at once. They must not change until the result is taken."""
-
-    def __init__(self, combine: Callable[[Displacements], list[Tensor]]) -> None:
-        self._combine = combine
-        self._all: list[Sequence[Tensor]] = []
-
-    def add(self, delta: Sequence[Tensor], share: float) -> None:
-        self._all.append(delta)
-
-    def result(self, whole: float) -> list[Tensor]:
-        return self._combine(self._all)
-
-
-class BufferMean:
-    """Floating buffers are averaged like displacements, integer ones take the maximum."""
-
-    def __init__(self, mean: Callable[[], _Sum | _Held] = _Sum) -> None:
-        self._mean = mean
-        self._means: dict[str, _Sum | _Held] = {}
-        self._others: dict[str, Tensor] = {}
-
-    @classmethod
-    def median(cls) -> BufferMean:
-        """With the coordinate median of the floating ones: what goes with a robust aggregate."""
-        return cls(partial(_Held, coordinate_median))
-
-    def add(self, buffers: Mapping[str, Tensor], share: float) -> None:
-        for name, buffer in buffers.items():
-            if buffer.is_floating_point() or buffer.is_complex():
-                real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-                wide = real.to(torch.float64 if real.dtype == torch.float64 else torch.float32)
-                self._means.setdefault(name, self._mean()).add([wide], share)
-            elif name in self._others:
-                self._others[name] = torch.maximum(self._others[name], buffer)
-            else:
-                self._others[name] = buffer.clone()
-
-    def result(self, whole: float, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = dict(self._others)
-        for name, mean in self._means.items():
-            (value,) = mean.result(whole)
-            found[name] = (torch.view_as_complex(value) if like[name].is_complex() else value).to(like[name].dtype)
-        return {name: found[name] for name in like}

@@ -29,7 +29,7 @@ from tailopt.engines.simulate import simulate
 from tailopt.figures.style import look, pyplot
 from tailopt.paper.tables import algorithm_name
 from tailopt.records import disk, history
-from tailopt.rounds.round import EveryoneExcluded
+from tailopt.rounds.settle import EveryoneExcluded
 from tailopt.splits.loaders import node_data
 from tailopt.studies import tuned
 from tailopt.studies.claims import UNJUDGED

@@ -28,7 +28,7 @@ from tailopt.figures.style import band, look, pyplot
 from tailopt.paper import paper_settings
 from tailopt.paper.tables import algorithm_name
 from tailopt.records import disk
-from tailopt.rounds.round import EveryoneExcluded
+from tailopt.rounds.settle import EveryoneExcluded
 from tailopt.studies.claims import Claim, claim_lines
 from tailopt.studies.progress import counted
 from tailopt.sweeps.search import Point, Range, best, describe, point, search

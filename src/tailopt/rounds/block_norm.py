@@ -16,7 +16,7 @@ BLOCK = 32_768  # elements
 
 
 def norm(tensors: Iterable[Tensor]) -> float:
-    """The Euclidean norm over all elements of all tensors; NaN or inf where an element is.
+    """Return the Euclidean norm over all elements of all tensors; NaN or inf where an element is.
 
     Examples:
         >>> norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
@@ -26,22 +26,22 @@ def norm(tensors: Iterable[Tensor]) -> float:
 
 
 def root(sums: Iterable[float]) -> float:
-    """The root of sums of squares, added in their order; NaN stays."""
-    total = added(sums)
+    """Return the root of the total of sums of squares, added in their order; NaN stays NaN."""
+    total = sequential_sum(sums)
     return math.sqrt(total) if total >= 0 else total
 
 
 def squares(x: Tensor) -> float:
-    """The sum of squares of one tensor."""
+    """Return the sum of squares of one tensor."""
     sums = ((block.double() ** 2).sum() for block in x.detach().reshape(-1).split(BLOCK) if block.numel())
-    if x.is_cpu:  # at once: small results kept between large temporary ones would scatter those over the memory
-        return added(map(float, sums))
-    found = list(sums)
-    return added(torch.stack(found).tolist()) if found else 0.0
+    if x.is_cpu:  # at once: small results kept between large temporaries would scatter those over the memory
+        return sequential_sum(map(float, sums))
+    by_block = list(sums)
+    return sequential_sum(torch.stack(by_block).tolist()) if by_block else 0.0
 
 
-def added(values: Iterable[float]) -> float:
-    """One rounded addition after another; Python's own `sum` compensates from version 3.12 on."""
+def sequential_sum(values: Iterable[float]) -> float:
+    """Add one value after another, each sum rounded; Python's own `sum` compensates from version 3.12 on."""
     total = 0.0
     for value in values:
         total += value

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tailopt
 from tailopt.rounds.guard import bound
-from tailopt.rounds.settings import Settings
+from tailopt.rounds.hyperparameters import AlgorithmHyperparameters
 from tailopt.schedules import power, warmup
 
 NAMES = ["layer.weight", "layer.bias"]
@@ -23,66 +23,66 @@ def bi2clip(**more: Any) -> tailopt.Algorithm:
 
 
 def test_without_schedules_everything_is_constant() -> None:
-    found = Settings(bi2clip(), None, NAMES)
+    found = AlgorithmHyperparameters(bi2clip(), None, NAMES)
     assert (
-        found.inner(1, 0)
-        == found.inner(9, 123)
+        found.inner.at(1, 0)
+        == found.inner.at(9, 123)
         == {"lr": 0.5, "u": 1.0, "d": 0.1, "weight_decay": 0.0, "dead_zone": 0.0}
     )
-    assert found.outer(1) == found.outer(9) == {"lr": 1.0, "u": 0.2, "d": 0.05, "dead_zone": 0.0}
-    assert found.inner_rule.name == found.outer_rule.name == "biclip"
-    assert not found.by_step
+    assert found.outer.at(1) == found.outer.at(9) == {"lr": 1.0, "u": 0.2, "d": 0.05, "dead_zone": 0.0}
+    assert found.inner.rule.name == found.outer.rule.name == "biclip"
+    assert not found.inner.by_step
 
 
 def test_schedules_count_rounds() -> None:
     """The same in every step of a round; factors multiply, functions give the value."""
-    found = Settings(bi2clip(), {"ilr": power(-1.0), "o_u": lambda t: 0.2 * t, "olr": warmup(4)}, NAMES)
+    found = AlgorithmHyperparameters(bi2clip(), {"ilr": power(-1.0), "o_u": lambda t: 0.2 * t, "olr": warmup(4)}, NAMES)
     for t in (3, 1, 2, 3):
-        assert found.inner(t, 0)["lr"] == found.inner(t, 77)["lr"] == 0.5 * (1 / t)
-        assert found.outer(t)["u"] == 0.2 * t
-        assert found.outer(t)["lr"] == t / 4
-        assert found.inner(t, 0)["u"] == 1.0
-    assert not found.by_step
+        assert found.inner.at(t, 0)["lr"] == found.inner.at(t, 77)["lr"] == 0.5 * (1 / t)
+        assert found.outer.at(t)["u"] == 0.2 * t
+        assert found.outer.at(t)["lr"] == t / 4
+        assert found.inner.at(t, 0)["u"] == 1.0
+    assert not found.inner.by_step
 
 
 def test_schedules_count_the_nodes_own_steps() -> None:
     """`taken` are the steps before this one: the first is step 1 of the run, whatever the round."""
-    found = Settings(bi2clip(), {"ilr": power(-1.0, per="step"), "i_u": power(0.5)}, NAMES)
-    assert found.by_step
+    found = AlgorithmHyperparameters(bi2clip(), {"ilr": power(-1.0, per="step"), "i_u": power(0.5)}, NAMES)
+    assert found.inner.by_step
     for t, taken in [(1, 0), (1, 4), (2, 3), (5, 0)]:
-        numbers = found.inner(t, taken)
+        numbers = found.inner.at(t, taken)
         assert numbers["lr"] == 0.5 * (1 / (taken + 1))
         assert numbers["u"] == t**0.5
-    assert found.outer(3)["lr"] == 1.0
+    assert found.outer.at(3)["lr"] == 1.0
 
 
 def test_an_outer_setting_has_no_steps_to_count() -> None:
     with pytest.raises(ValueError, match=r'^Invalid schedule of olr: per="step" counts local steps'):
-        Settings(bi2clip(), {"olr": power(-1.0, per="step")}, NAMES)
+        AlgorithmHyperparameters(bi2clip(), {"olr": power(-1.0, per="step")}, NAMES)
 
 
 def test_a_schedule_of_what_there_is_not() -> None:
     with pytest.raises(
         ValueError, match=r"'ilt' is no setting .*did you mean 'ilr'\? It has: i_d, i_u, ilr, o_d, o_u, olr"
     ):
-        Settings(bi2clip(), {"ilt": power(-1.0)}, NAMES)
+        AlgorithmHyperparameters(bi2clip(), {"ilt": power(-1.0)}, NAMES)
     with pytest.raises(ValueError, match=r"'i_d' is no setting"):
-        Settings(tailopt.algorithm("avg-l2clip", ilr=0.1, i_u=1.0), {"i_d": power(-1.0)}, NAMES)
+        AlgorithmHyperparameters(tailopt.algorithm("avg-l2clip", ilr=0.1, i_u=1.0), {"i_d": power(-1.0)}, NAMES)
 
 
 def test_what_theory_returns_is_taken() -> None:
-    found = Settings(bi2clip(), tailopt.theory("bi2clip", 1.5), NAMES)
-    assert found.inner(100, 0)["lr"] < 0.5 < found.inner(100, 0)["lr"] + 0.5
-    assert found.inner(100, 0)["u"] > 1.0
+    found = AlgorithmHyperparameters(bi2clip(), tailopt.theory("bi2clip", 1.5), NAMES)
+    assert found.inner.at(100, 0)["lr"] < 0.5 < found.inner.at(100, 0)["lr"] + 0.5
+    assert found.inner.at(100, 0)["u"] > 1.0
 
 
 def test_classes_of_torch_are_scheduled_by_the_same_names() -> None:
     algo = tailopt.Algorithm(
         torch.optim.Adam, torch.optim.SGD, outer_settings={"lr": 0.1}, inner_settings={"lr": 0.5, "momentum": 0.9}
     )
-    found = Settings(algo, {"ilr": power(-1.0), "olr": power(-0.5)}, NAMES)
-    assert found.inner(4, 0) == {"lr": 0.125, "momentum": 0.9}
-    assert found.outer(4) == {"lr": 0.05}
+    found = AlgorithmHyperparameters(algo, {"ilr": power(-1.0), "olr": power(-0.5)}, NAMES)
+    assert found.inner.at(4, 0) == {"lr": 0.125, "momentum": 0.9}
+    assert found.outer.at(4) == {"lr": 0.05}
 
 
 # Patterns
@@ -91,25 +91,25 @@ def test_classes_of_torch_are_scheduled_by_the_same_names() -> None:
 def test_patterns_become_a_list_for_the_parameters() -> None:
     rows = torch.tensor([[0.5], [1.5]])
     algo = bi2clip(i_u={"*.bias": 2.0, "*": rows}, i_d=0.1)
-    numbers = Settings(algo, None, NAMES).inner(1, 0)
+    numbers = AlgorithmHyperparameters(algo, None, NAMES).inner.at(1, 0)
     assert numbers["u"][0] is rows and numbers["u"][1] == 2.0
     assert numbers["d"] == 0.1
 
 
 def test_patterns_are_scheduled_entry_by_entry() -> None:
     algo = bi2clip(i_u={"*.bias": 2.0, "*": torch.tensor([1.0, 3.0])}, i_d=0.1)
-    u = Settings(algo, {"i_u": power(1.0)}, NAMES).inner(3, 0)["u"]
+    u = AlgorithmHyperparameters(algo, {"i_u": power(1.0)}, NAMES).inner.at(3, 0)["u"]
     assert u[1] == 6.0 and u[0].tolist() == [3.0, 9.0]
 
 
 def test_a_function_may_return_patterns() -> None:
-    found = Settings(bi2clip(), {"i_u": lambda t: {"*.bias": 1.0 * t, "*": 2.0 * t}}, NAMES)
-    assert found.inner(3, 0)["u"] == [6.0, 3.0]
+    found = AlgorithmHyperparameters(bi2clip(), {"i_u": lambda t: {"*.bias": 1.0 * t, "*": 2.0 * t}}, NAMES)
+    assert found.inner.at(3, 0)["u"] == [6.0, 3.0]
 
 
 def test_a_parameter_that_no_pattern_fits() -> None:
     with pytest.raises(ValueError, match=r"Invalid i_u: no pattern of \['\*.bias'\] fits the parameter 'layer.weight'"):
-        Settings(bi2clip(i_u={"*.bias": 2.0}), None, NAMES).inner(1, 0)
+        AlgorithmHyperparameters(bi2clip(i_u={"*.bias": 2.0}), None, NAMES).inner.at(1, 0)
 
 
 # The order of thresholds
@@ -120,41 +120,41 @@ def test_a_parameter_that_no_pattern_fits() -> None:
 )
 def test_a_lower_threshold_that_overtakes_names_the_round(level: str, bad: dict[str, Any]) -> None:
     """Ten times apart (four times outside): in order up to there, refused after."""
-    found = Settings(bi2clip(), bad, NAMES)
+    found = AlgorithmHyperparameters(bi2clip(), bad, NAMES)
     last = 10 if level == "i" else 4
-    numbers = found.inner(last, 0) if level == "i" else found.outer(last)
+    numbers = found.inner.at(last, 0) if level == "i" else found.outer.at(last)
     assert numbers["d"] <= numbers["u"]
     with pytest.raises(
         ValueError, match=rf"^Invalid thresholds: {level}_d=.* exceeds {level}_u=.*in round {last + 1}\.$"
     ):
-        found.inner(last + 1, 0) if level == "i" else found.outer(last + 1)
+        found.inner.at(last + 1, 0) if level == "i" else found.outer.at(last + 1)
 
 
 def test_the_order_is_kept_by_steps_too() -> None:
-    found = Settings(bi2clip(), {"i_d": power(1.0, per="step")}, NAMES)
-    assert found.inner(2, 9)["d"] == 1.0
+    found = AlgorithmHyperparameters(bi2clip(), {"i_d": power(1.0, per="step")}, NAMES)
+    assert found.inner.at(2, 9)["d"] == 1.0
     with pytest.raises(ValueError, match=r"i_d=1.1.* exceeds i_u=1.0.*in round 2\."):
-        found.inner(2, 10)
+        found.inner.at(2, 10)
 
 
 def test_the_order_is_kept_for_patterns_and_tensors() -> None:
     algo = bi2clip(
         i_u={"*.bias": 2.0, "*": torch.tensor([1.0, 3.0])}, i_d={"*.bias": 0.1, "*": torch.tensor([0.5, 0.1])}
     )
-    found = Settings(algo, {"i_d": power(1.0)}, NAMES)
-    found.inner(2, 0)
+    found = AlgorithmHyperparameters(algo, {"i_d": power(1.0)}, NAMES)
+    found.inner.at(2, 0)
     with pytest.raises(ValueError, match=r"^Invalid thresholds: need 0 <= i_d <= i_u everywhere.*in round 3\."):
-        found.inner(3, 0)
+        found.inner.at(3, 0)
 
 
 def test_a_dead_zone_stays_below_a_scheduled_threshold() -> None:
     algo = tailopt.algorithm("avg-biclip", ilr=0.1, i_u=1.0, i_d=0.0, dead_zone=0.3)
-    found = Settings(algo, {"i_u": power(-1.0)}, NAMES)
-    found.inner(3, 0)
+    found = AlgorithmHyperparameters(algo, {"i_u": power(-1.0)}, NAMES)
+    found.inner.at(3, 0)
     with pytest.raises(ValueError, match=r"dead_zone=0.3 exceeds .*in round 4\."):
-        found.inner(4, 0)
+        found.inner.at(4, 0)
     auto = tailopt.algorithm("avg-biclip", ilr=0.1, i_u=1.0, i_d=0.0, dead_zone="auto")
-    assert Settings(auto, {"i_u": power(-1.0)}, NAMES).inner(4, 0)["dead_zone"] == "auto"
+    assert AlgorithmHyperparameters(auto, {"i_u": power(-1.0)}, NAMES).inner.at(4, 0)["dead_zone"] == "auto"
 
 
 # Limits
@@ -162,52 +162,55 @@ def test_a_dead_zone_stays_below_a_scheduled_threshold() -> None:
 
 def test_the_limit_sums_the_rounds_own_steps() -> None:
     """Steps 6 to 8 of a node, scheduled by step and by round."""
-    found = Settings(bi2clip(), {"ilr": power(-1.0, per="step"), "i_u": power(1.0)}, NAMES)
-    limit = found.limit(2, 5, 3)
+    found = AlgorithmHyperparameters(bi2clip(), {"ilr": power(-1.0, per="step"), "i_u": power(1.0)}, NAMES)
+    limit = found.inner.bound(2, 5, 3)
     assert limit.a == pytest.approx(sum(0.5 / k * 2.0 for k in (6, 7, 8)))
     assert (limit.kind, limit.steps) == ("coordinate", 3)
-    assert limit == bound(found.inner_rule, [found.inner(2, k) for k in (5, 6, 7)])
-    assert found.limit(2, 6, 3) != limit
+    assert limit == bound(found.inner.rule, [found.inner.at(2, k) for k in (5, 6, 7)])
+    assert found.inner.bound(2, 6, 3) != limit
 
 
 def test_limits_of_nodes_that_take_other_steps() -> None:
-    found = Settings(bi2clip(), None, NAMES)
-    assert found.limit(1, 0, 2).a == pytest.approx(1.0)
-    assert found.limit(1, 0, 4).a == pytest.approx(2.0)
-    assert found.limit(7, 100, 4) is found.limit(1, 0, 4), "constant settings are worked out once"
+    found = AlgorithmHyperparameters(bi2clip(), None, NAMES)
+    assert found.inner.bound(1, 0, 2).a == pytest.approx(1.0)
+    assert found.inner.bound(1, 0, 4).a == pytest.approx(2.0)
+    assert found.inner.bound(7, 100, 4) is found.inner.bound(1, 0, 4), "constant settings are worked out once"
 
 
 def test_many_rounds_keep_their_own_numbers() -> None:
     """More rounds than are remembered, in any order."""
-    found = Settings(bi2clip(), {"ilr": power(-0.5), "olr": power(-0.25)}, NAMES)
+    found = AlgorithmHyperparameters(bi2clip(), {"ilr": power(-0.5), "olr": power(-0.25)}, NAMES)
     for t in [*range(1, 200), *range(199, 0, -1)]:
-        assert found.inner(t, 0)["lr"] == pytest.approx(0.5 / math.sqrt(t))
-        assert found.outer(t)["lr"] == pytest.approx(t**-0.25)
+        assert found.inner.at(t, 0)["lr"] == pytest.approx(0.5 / math.sqrt(t))
+        assert found.outer.at(t)["lr"] == pytest.approx(t**-0.25)
 
 
 def test_tensors_are_handed_on_as_they_are() -> None:
     rows: Tensor = torch.tensor([[0.5], [1.5]])
-    found = Settings(tailopt.algorithm("avg-biclip", ilr=0.1, i_u=rows, i_d=0.0), None, ["w"])
-    assert found.inner(1, 0)["u"] is rows
-    torch.testing.assert_close(found.limit(1, 0, 2).a, 0.2 * rows)
+    found = AlgorithmHyperparameters(tailopt.algorithm("avg-biclip", ilr=0.1, i_u=rows, i_d=0.0), None, ["w"])
+    assert found.inner.at(1, 0)["u"] is rows
+    torch.testing.assert_close(found.inner.bound(1, 0, 2).a, 0.2 * rows)
 
 
 def test_schedules_are_described_by_what_they_give() -> None:
     given = {"ilr": power(-1.0, per="step"), "o_u": lambda t: 0.2 * t, "olr": warmup(4)}
-    found = Settings(bi2clip(), given, NAMES).scheduled(40, 5)
+    found = AlgorithmHyperparameters(bi2clip(), given, NAMES).sampled_schedules(40, 5)
     assert list(found) == ["ilr", "olr", "o_u"]
     assert list(found["o_u"]) == [f"round {t}" for t in (1, 2, 3, 10, 20, 30, 40)]
     assert found["olr"]["round 2"] == 0.5 and found["o_u"]["round 40"] == 8.0
     assert list(found["ilr"])[-1] == "step 200" and found["ilr"]["step 200"] == 0.0025
-    assert list(Settings(bi2clip(), given, NAMES).scheduled(None, 5)["olr"])[-1] == "round 1000"
-    assert Settings(bi2clip(), None, NAMES).scheduled(40, 5) == {}
+    assert list(AlgorithmHyperparameters(bi2clip(), given, NAMES).sampled_schedules(None, 5)["olr"])[-1] == "round 1000"
+    assert AlgorithmHyperparameters(bi2clip(), None, NAMES).sampled_schedules(40, 5) == {}
 
 
 def test_a_schedule_that_fails_later_is_described_by_its_error() -> None:
-    found = Settings(bi2clip(), {"ilr": lambda t: [0.1, 0.2][t - 1]}, NAMES).scheduled(3, 5)
+    found = AlgorithmHyperparameters(bi2clip(), {"ilr": lambda t: [0.1, 0.2][t - 1]}, NAMES).sampled_schedules(3, 5)
     assert found == {"ilr": {"round 1": 0.1, "round 2": 0.2, "round 3": "IndexError: list index out of range"}}
 
 
 def test_a_long_schedule_of_torch_is_not_driven_to_its_end() -> None:
     halved = tailopt.schedules.from_torch(lambda opt: torch.optim.lr_scheduler.StepLR(opt, 10, 0.5), per="step")
-    assert list(Settings(bi2clip(), {"ilr": halved}, NAMES).scheduled(10**6, 10**3)["ilr"])[-1] == "step 1000"
+    assert (
+        list(AlgorithmHyperparameters(bi2clip(), {"ilr": halved}, NAMES).sampled_schedules(10**6, 10**3)["ilr"])[-1]
+        == "step 1000"
+    )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tailopt.rounds.blocks import BLOCK, norm, squares
+from tailopt.rounds.block_norm import BLOCK, norm, squares
 
 
 def random(n: int, dtype: torch.dtype = torch.float32) -> Tensor:

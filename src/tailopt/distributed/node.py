@@ -1,0 +1,196 @@
+"""This process as a node: its parameters, the global weights, and its partition of the outer state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tailopt.clipping.shards import is_dtensor
+from tailopt.distributed import flat_kernels
+from tailopt.distributed.exchange import AT_FAULT, Exchange, ExchangeReport, Statement, Terms, Wire, other_weights
+from tailopt.distributed.mesh import local_tensor, rank_group
+from tailopt.engines.model_state import Buffers, as_real
+from tailopt.rounds.drops import DROPPED
+from tailopt.rounds.hyperparameters import RuleHyperparameters
+from tailopt.rounds.participants import Participants
+from tailopt.rounds.policy import RoundPolicy
+from tailopt.rounds.round import LocalState
+from tailopt.rules.adam import fresh
+from tailopt.rules.rule import State
+
+
+class Node:
+    """One node of a run.
+
+    Attributes:
+        params: the parameters that are exchanged.
+        buffers: the model's, or None where they stay local.
+        exchange: with the other nodes.
+        x: the global weights, flat, in the arithmetic's type.
+        outer: the outer rule's state of this node's partition.
+        average: of the rounds' weights, flat, or None.
+        round: the number of completed rounds.
+        local: where this node continues, if not from the global weights.
+        second_moment: the outer second moment, where the algorithm sends it to the nodes.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        names: Sequence[str],
+        params: Sequence[Tensor],
+        buffers: Buffers | None,
+        average: bool = False,
+    ) -> None:
+        self.params = list(params)
+        self.buffers = buffers
+        self._plain = not any(is_dtensor(p) or p.is_complex() for p in self.params)
+        local = self.local_tensors()
+        shapes, dtypes = [p.shape for p in local], [p.dtype for p in local]
+        inside = rank_group(wire.group, self.params)
+        ranks = None if inside is None else Wire.of(inside)
+        self.exchange = Exchange(wire, list(names), shapes, dtypes, ranks, self.params)
+        self.x = flat_kernels.room(self.exchange.layout.total, self.exchange.dtype)
+        self.outer: list[State] = [{} for _ in self.exchange.segments]
+        self.average: Tensor | None = torch.zeros_like(self.x) if average else None
+        self.round = 0
+        self.local: LocalState | None = None
+        self.second_moment: Tensor | None = None
+        self._buffers_before: dict[str, Tensor] = {}
+        torch._foreach_copy_(self.exchange.layout.views(self.x, self.exchange.shapes), local)
+
+    @property
+    def number(self) -> int:
+        """The number of this node."""
+        return self.exchange.wire.node
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        return self.exchange.wire.nodes
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.params[0].device if self.params else torch.device("cpu")
+
+    def local_tensors(self) -> list[Tensor]:
+        """Return this rank's part of every parameter, as real tensors that share its memory."""
+        if self._plain:  # asked for twice per round, which small models notice
+            return [p.detach() for p in self.params]
+        return [as_real(local_tensor(p)) for p in self.params]
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Take over node 0's weights, so that the first round starts from the same vector everywhere."""
+        buffers = self._host_buffers()
+        for flat in (self.x, *buffers.values()):
+            self.exchange.wire.broadcast(flat)
+        self._load_buffers(buffers)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin with global weights that no round has sent: node 0's, or those of a checkpoint."""
+        self.load()
+        self.exchange.restart(self.x)
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Load the global weights into the parameters."""
+        self.exchange.load(self.local_tensors(), self.x)
+
+    def confirm_weights(self, guard: bool) -> list[str]:
+        """Meet the others after what may be the last round: a node that loaded wrong weights loads them again.
+
+        Returns what is worth a warning.
+        """
+        _, differing = self.exchange.meet(self.round, 0, self.x, guard)
+        return self.load_again(differing)
+
+    def load_again(self, differing: Sequence[tuple[int, int]]) -> list[str]:
+        """Load weights that were sent again; returns a sentence per (owner, receiver) whose weights differed."""
+        if any(receiver == self.number for _, receiver in differing):
+            self.load()
+        return [f"{other_weights(*pair, self.round)}; it has loaded them again. {AT_FAULT}" for pair in differing]
+
+    def _host_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers on the CPU, where the exchange is: themselves, or copies."""
+        return {name: b.cpu().contiguous() for name, b in self.buffers.now().items()} if self.buffers else {}
+
+    def _load_buffers(self, values: Mapping[str, Tensor]) -> None:
+        if self.buffers:
+            self.buffers.load(values)
+            self._buffers_before = {name: b.clone() for name, b in self._host_buffers().items()}
+
+    def begun_buffers(self) -> Mapping[str, Tensor]:
+        """Return the buffers as the round began: the same on every node."""
+        return self._buffers_before
+
+    def begin_with(self, buffers: Mapping[str, Tensor]) -> None:
+        """Load the buffers with which a round begins."""
+        self._load_buffers(buffers)
+
+    @torch.no_grad()
+    def close_round(
+        self,
+        participants: Participants,
+        statement: Statement,
+        terms: Terms,
+        outer: RuleHyperparameters,
+        policy: RoundPolicy,
+        send_second_moment: bool = False,
+    ) -> ExchangeReport:
+        """End the round: exchange displacements, take the outer step, load the new weights.
+
+        send_second_moment: the outer second moment travels with the weights.
+        """
+        exchange, t = self.exchange, self.round + 1
+        takes_part = self.number in participants.shares
+        if takes_part:
+            exchange.moved(self.local_tensors(), self.x)
+        before, buffers = self._buffers_before, self._host_buffers()
+        report, mean_buffers = exchange.close(t, participants, self.x, buffers, before, statement, terms)
+        if takes_part:
+            lost = any(e.node == self.number and e.reason == DROPPED for e in report.settlement.excluded)
+            self.local = self._local_state() if lost and policy.keeps_local_weights else None
+        if report.settlement.counted:  # where nothing arrived, nothing moves
+            exchange.outer(self.x, self.outer, outer.rule, outer.at(t), policy.radius)
+        if send_second_moment:
+            self.gather_second_moment()
+        self.round = t
+        if self.average is not None:
+            self.average[exchange.mine].lerp_(self.x[exchange.mine], 2.0 / (self.round + 1))
+        self._load_buffers(mean_buffers)
+        self.load()
+        if report.last:
+            report.notes = self.confirm_weights(policy.guard)
+        return report
+
+    def _local_state(self) -> LocalState:
+        buffers = {name: b.clone() for name, b in self.buffers.now().items()} if self.buffers else {}
+        return LocalState([p.clone() for p in self.local_tensors()], buffers)
+
+    @torch.no_grad()
+    def begin_round(self) -> None:
+        """Begin a round in which this node takes part: from the global weights, or from its own."""
+        if self.local is not None:
+            torch._foreach_copy_(self.local_tensors(), self.local.weights)
+            if self.buffers:
+                self.buffers.load(self.local.buffers)
+
+    def gather_second_moment(self) -> None:
+        """Gather the outer second moment from all nodes' partitions."""
+        flat = torch.zeros_like(self.x)
+        for part, state in zip(self.exchange.cut(flat), self.outer, strict=True):
+            if "exp_avg_sq" in state:
+                part.copy_(state["exp_avg_sq"])
+        self.exchange.share_compared(flat)
+        self.second_moment = flat
+
+    def preconditioned_states(self, step: int) -> list[State]:
+        """Return the state of an inner Adam that starts with the outer second moment."""
+        assert self.second_moment is not None
+        moments = self.exchange.layout.views(self.second_moment, self.exchange.shapes)
+        return [fresh(p, v, step) for p, v in zip(self.local_tensors(), moments, strict=True)]

@@ -1,0 +1,205 @@
+"""What one node writes to the run folder and reads from it again: its own half of a checkpoint, the history, the log.
+
+`checkpointing.py` writes and reads together with the other nodes; this file says what of this node goes into it.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tailopt.arguments import check_counts, check_flags, check_function, checked_loggers
+from tailopt.distributed.checkpointing import Crew, Keeper, Resumed, generators, restore, set_generators
+from tailopt.distributed.local_round import LocalRound
+from tailopt.distributed.node import Node
+from tailopt.distributed.resume_checks import FirstInputs, Rates, rates
+from tailopt.rounds.round import LocalState
+
+NO_RUN_FOLDER = "There is no run folder, so the run begins again: give NestedOptimizer run=... and resume=True."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions:
+    """What a run of real nodes writes.
+
+    Args:
+        folder: the run folder, or None.
+        resume: whether the run continues from its last checkpoint.
+        checkpoint_every: rounds between checkpoints.
+        keep: how many checkpoints.
+        extra: what this node's checkpoints hold besides.
+        describe: what the configuration contains besides.
+        loggers: called with every row of the history.
+    """
+
+    folder: str | os.PathLike[str] | None
+    resume: bool
+    checkpoint_every: int
+    keep: int
+    extra: Callable[[], Mapping[str, Any]] | None
+    describe: Mapping[str, Any]
+    loggers: Sequence[Callable[[dict[str, Any]], None]]
+
+    def __post_init__(self) -> None:
+        check_counts(checkpoint_every=self.checkpoint_every, keep=self.keep)
+        check_flags(resume=self.resume)
+        check_function("extra", self.extra, "a function of no arguments that returns a mapping, or None")
+        object.__setattr__(self, "loggers", checked_loggers(self.loggers))
+        if self.resume and self.folder is None:
+            raise ValueError("Invalid resume: there is no run folder to go on from. Give it as `run`.")
+
+
+class NodeRecords:
+    """The run folder, as this node uses it.
+
+    Args:
+        options: where and how often to write.
+        node: whose weights are written.
+        local_round: its inner optimizer.
+        guard: whether weights that are not finite end the run before they are written.
+
+    Attributes:
+        steps_done: local steps of every node, before this round.
+        history: a row per round.
+        resumed: where the run continued, or None.
+    """
+
+    def __init__(self, options: RecordOptions, node: Node, local_round: LocalRound, guard: bool) -> None:
+        self.options, self._node, self._local_round = options, node, local_round
+        self.steps_done = [0] * node.nodes
+        self.history: list[dict[str, Any]] = []
+        self.resumed: Resumed | None = None
+        self.writers = node.nodes  # that wrote the checkpoint from which this run continued
+        self._resumed_extra: dict[str, Any] | None = {}  # stands for `extra` until the user's program can return it
+        self._rates: Rates | None = None
+        self._inputs: FirstInputs | None = None
+        self._first_inputs: list[int] = []
+        self._keeper: Keeper | None = None
+        if options.folder is not None:
+            crew = Crew(node.exchange.wire, node.exchange.shards)
+            self._keeper = Keeper(crew, Path(options.folder), options.keep, guard)
+
+    @property
+    def last_good(self) -> Callable[[], str]:
+        """What the last words say about checkpoints; it does not keep the folder of a lost optimizer open."""
+        if self._keeper is None:
+            return lambda: NO_RUN_FOLDER
+        known = weakref.ref(self._keeper)
+        return lambda: now.last_good() if (now := known()) is not None else ""
+
+    @property
+    def keeper(self) -> Keeper | None:
+        """What writes together with the other nodes; None where there is no run folder."""
+        return self._keeper
+
+    def open(self, config: Mapping[str, Any]) -> None:
+        """Open the run folder on all nodes, where there is one."""
+        if self._keeper is not None:
+            self._keeper.open({**config, **self.options.describe}, self.options.resume)
+
+    def resume_or_start(self) -> bool:
+        """Continue from the last checkpoint, or write the first; returns whether this is in the middle of a round."""
+        if self._keeper is None:
+            return False
+        newest = self._keeper.resume(self._node) if self.options.resume else None
+        if newest is None:
+            self.save(0)
+            return False
+        snapshot, path = newest
+        nodes, step, self.writers = self._node.nodes, snapshot.step or 0, int(snapshot.meta["writers"])
+        saved = restore(snapshot, self._node)
+        self._node.restart()
+        self.steps_done = [*snapshot.meta["taken"], *[0] * nodes][:nodes]
+        self.history = self._keeper.history(self._node.round)
+        if saved is not None:
+            self._load_local(saved, step)
+        extra = saved["extra"] if saved is not None else {}
+        self._resumed_extra = dict(extra)
+        if self._node.round or step:
+            self.resumed = Resumed(self._node.round, step, extra, self.writers, path)
+        return step > 0
+
+    def watch_inputs(self, model: torch.nn.Module | None, in_the_middle: bool) -> None:
+        """Compare the first inputs of this node after a resume with those of the run's beginning."""
+        if model is not None and self._keeper is not None:
+            self._inputs = FirstInputs(model, self._first_inputs, self.resumed is not None, in_the_middle)
+
+    def started(self) -> None:
+        """The user's program continues from here: `extra` can be called."""
+        self._resumed_extra = None
+
+    def begin_round(self) -> None:
+        """Begin a round in which this node takes part."""
+        if self._inputs is not None:
+            self._inputs.begin()
+
+    def end_round(self, t: int) -> None:
+        """End the local steps of a round."""
+        if self._inputs is not None:
+            self._inputs.end(t)
+
+    def check_rates(self) -> None:
+        """Warn where learning rates after a resume are those of a new run."""
+        if self._rates is not None:
+            self._rates.check(self._local_round.optimizer)
+
+    def record(self, row: dict[str, Any], seconds: Mapping[int, float], finished: bool) -> None:
+        """Add a row to the history of the run folder, and write a checkpoint where one is due."""
+        if self._keeper is not None:
+            self._keeper.record(row, seconds)
+            if finished or self._node.round % self.options.checkpoint_every == 0:
+                self.save(0)
+
+    def log(self, text: str) -> None:
+        """Write a line to the log of the run folder."""
+        if self._keeper is not None:
+            self._keeper.log(text)
+
+    def save(self, step: int, extra: Mapping[str, Any] | None = None) -> bool:
+        """Write a checkpoint with all nodes, `step` local steps into the next round; returns whether it was written."""
+        assert self._keeper is not None
+        return self._keeper.save(self._node, step, lambda: self._saved_local(step, extra), self.steps_done)
+
+    def _saved_local(self, step: int, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return what a checkpoint holds of this node alone; in the middle of a round that is more."""
+        node = self._node
+        if extra is None:
+            extra = self._resumed_extra
+        if extra is None:
+            extra = self.options.extra() if self.options.extra is not None else {}
+        saved = {
+            **self._local_round.saved_optimizer(in_the_middle=step > 0),
+            "random": generators(node.device),
+            "extra": dict(extra),
+            "first_inputs": self._inputs.first if self._inputs is not None else self._first_inputs,
+        }
+        if node.local is not None:
+            saved["own"] = {"weights": node.local.weights, "buffers": node.local.buffers}
+        if step:
+            saved |= self._local_round.saved_steps()
+            saved["weights"] = dict(zip(node.exchange.names, node.local_tensors(), strict=True))
+            saved["buffers"] = dict(node.buffers.now()) if node.buffers else {}
+            saved["loaded"] = node.exchange.loaded
+        return saved
+
+    @torch.no_grad()
+    def _load_local(self, saved: Mapping[str, Any], step: int) -> None:
+        node, optimizer = self._node, self._local_round.optimizer
+        fresh = rates(optimizer)
+        self._local_round.load_saved(saved, in_the_middle=step > 0)
+        self._rates = Rates(fresh, rates(optimizer))
+        self._first_inputs = list(saved.get("first_inputs", []))  # older checkpoints lack it
+        node.local = LocalState(**saved["own"]) if "own" in saved else None
+        set_generators(saved["random"], node.device)
+        if step:
+            node.exchange.loaded = saved.get("loaded", node.exchange.loaded)  # older checkpoints lack it
+            for name, p in zip(node.exchange.names, node.local_tensors(), strict=True):
+                p.copy_(saved["weights"][name])
+            if node.buffers:
+                node.buffers.load(saved["buffers"])

@@ -1,0 +1,50 @@
+"""What an engine is: how the displacements of a round are produced, and what nodes keep between rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from tailopt.rounds.participants import Participants
+from tailopt.rounds.round import Contribution, GlobalState, LocalState, RoundResult
+from tailopt.rules.rule import State
+
+Evaluate = Callable[[torch.nn.Module], Mapping[str, Any]]
+
+
+class Engine(Protocol):
+    """Produces the contributions of a round. While it does, it changes nothing that a checkpoint holds.
+
+    Attributes:
+        steps_done: local steps that every node has taken since the run began.
+        inner_states: the inner optimizer's state of every node that keeps one.
+        local_states: of every node that continues from weights of its own.
+        repeatability_probe: a digest of the last round's first batch, to be compared when a run is resumed.
+    """
+
+    steps_done: list[int]
+    inner_states: dict[int, list[State]]
+    local_states: dict[int, LocalState]
+    repeatability_probe: dict[str, Any]
+
+    def contributions(
+        self, state: GlobalState, participants: Participants, keep_local: Collection[int] = ()
+    ) -> Iterator[Contribution]:
+        """Train every participant of the next round, in ascending order.
+
+        keep_local: nodes that continue from where they end, so that it has to be kept.
+        """
+
+    def commit(self, result: RoundResult) -> None:
+        """Take over what nodes keep after a round."""
+
+    def evaluate(self, state: GlobalState, function: Evaluate) -> dict[str, Any]:
+        """Return the user's metrics of the global model."""
+
+    def statistics_row(self, result: RoundResult, names: Sequence[str]) -> dict[str, Any]:
+        """Return the gradient statistics of a round, for the history."""
+
+    def check_repeatable(self) -> None:
+        """Refuse data that do not give the same batches again."""

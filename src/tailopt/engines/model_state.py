@@ -1,0 +1,146 @@
+"""A model's parameters and buffers, as a round loads and reads them.
+
+Where all parameters have one wide type, they become views of one flat tensor: loading the weights and forming the
+displacement are then one operation each, which small models notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tailopt.clipping.counts import is_flat
+from tailopt.clipping.operators import arithmetic
+from tailopt.rounds.round import GlobalState, LocalState
+
+
+class ModelState:
+    """Loads weights and buffers into a model, and forms what it moved since.
+
+    Attributes:
+        params: the trained parameters; a tied one counts once.
+        weights: their memory, complex ones as pairs of reals.
+        buffers: the model's buffers by name.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.names, self.params = trainable(model)
+        self._flat = flattened(self.params)
+        self.weights = [as_real(p.detach()) for p in self.params]
+        self.buffers = Buffers(model)
+
+    def global_state(self, average: bool) -> GlobalState:
+        """Return the state before the first round: copies of weights, in the arithmetic's type, and of buffers."""
+        flat = self._flat
+        if flat is None:
+            weights = [w.to(arithmetic(w.dtype), copy=True) for w in self.weights]
+        else:
+            flat = flat.clone()
+            weights = [flat.as_strided(p.shape, p.stride(), p.storage_offset()) for p in self.params]
+        mean = [torch.zeros_like(w) for w in weights] if average else None
+        buffers = {name: buffer.clone() for name, buffer in self.buffers.now().items()}
+        return GlobalState(self.names, weights, buffers, [{} for _ in weights], mean, flat=flat)
+
+    def local_state(self) -> LocalState:
+        """Return a copy of the model as it is now, in host memory."""
+        buffers = {name: b.to("cpu", copy=True) for name, b in self.buffers.now().items()}
+        return LocalState([w.to("cpu", copy=True) for w in self.weights], buffers)
+
+    def load(self, state: GlobalState) -> Sequence[Tensor]:
+        """Load the global weights and buffers; return the start in the parameters' own types.
+
+        The start is copied only where the types differ.
+        """
+        self.buffers.load(state.buffers)
+        if self._flat is not None and state.flat is not None:
+            self._flat.copy_(state.flat)
+            return state.weights
+        torch._foreach_copy_(self.weights, state.weights)
+        return [w if w.dtype == p.dtype else p.clone() for p, w in zip(self.weights, state.weights, strict=True)]
+
+    @torch.no_grad()
+    def load_local(self, local: LocalState) -> None:
+        """Load a node's own weights and buffers."""
+        torch._foreach_copy_(self.weights, local.weights)
+        self.buffers.load(local.buffers)
+
+    @torch.no_grad()
+    def load_average(self, state: GlobalState) -> None:
+        """Load the iterate average, and the global buffers."""
+        assert state.average is not None
+        torch._foreach_copy_(self.weights, state.average)
+        self.buffers.load(state.buffers)
+
+    def subtract(self, state: GlobalState, start: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+        """Return the displacement from the start, by tensor and, where it is one, as one flat tensor.
+
+        It lies in the model's own memory where that has the arithmetic's type: load again before the next step.
+        """
+        if self._flat is not None and state.flat is not None:
+            return self.weights, self._flat.sub_(state.flat)
+        if all(w.dtype == arithmetic(w.dtype) for w in self.weights):
+            torch._foreach_sub_(self.weights, list(start))
+            return self.weights, None
+        types = [arithmetic(w.dtype) for w in self.weights]
+        return [w.to(t) - s.to(t) for w, s, t in zip(self.weights, start, types, strict=True)], None
+
+
+class Buffers:
+    """A model's buffers by name. They are located once by module, since modules may replace the tensors themselves."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        modules = dict(model.named_modules())
+        names = [name for name, _ in model.named_buffers()]
+        self._places = [(name, modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names]
+
+    def now(self) -> dict[str, Tensor]:
+        """Return the tensors themselves."""
+        return {name: getattr(module, key).detach() for name, module, key in self._places}
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Copy values into the buffers."""
+        for name, module, key in self._places:
+            getattr(module, key).copy_(values[name])
+
+
+def trainable(model: torch.nn.Module) -> tuple[list[str], list[torch.nn.Parameter]]:
+    """Return names and parameters that are trained; a tied one counts once."""
+    pairs = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [name for name, _ in pairs], [p for _, p in pairs]
+
+
+def as_real(x: Tensor) -> Tensor:
+    """Return a complex tensor as pairs of reals, and any other as it is."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def flattened(params: Sequence[torch.nn.Parameter]) -> Tensor | None:
+    """Make the parameters views of one tensor and return it; None where they are not all of one wide type."""
+    kinds = {(p.dtype, p.device) for p in params}
+    dense = all(type(p) is torch.nn.Parameter and is_flat(p) for p in params)
+    if len(kinds) != 1 or not dense or params[0].dtype not in (torch.float32, torch.float64):
+        return None
+    if (shared := _shared_storage(params)) is not None:
+        return shared
+    flat = torch.empty(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
+    offset = 0
+    for p in params:
+        view = flat.as_strided(p.shape, p.stride(), offset)
+        view.copy_(p.detach())
+        p.data = view
+        offset += p.numel()
+    return flat
+
+
+def _shared_storage(params: Sequence[torch.nn.Parameter]) -> Tensor | None:
+    """Return the tensor behind parameters that lie one after another in it already."""
+    offset = 0
+    for p in params:
+        if p.storage_offset() != offset or p.untyped_storage().data_ptr() != params[0].untyped_storage().data_ptr():
+            return None
+        offset += p.numel()
+    if params[0].untyped_storage().nbytes() != offset * params[0].element_size():
+        return None
+    return params[0].detach().as_strided((offset,), (1,), 0)

@@ -1,0 +1,119 @@
+"""A simulation as a checkpoint: what it writes to continue later, and how it is restored.
+
+The global state is one file, and every node that keeps something has its own. Nothing is changed by a checkpoint that
+belongs to another run or another model, or that lacks something: that is refused first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tailopt.engines.engine import Engine
+from tailopt.engines.sequential import copied_to
+from tailopt.records import checkpoints
+from tailopt.records.folder import Run
+from tailopt.rounds.round import GlobalState, LocalState
+from tailopt.rules.rule import State
+
+
+def save(run: Run, state: GlobalState, engine: Engine) -> Path:
+    """Write everything that a run needs to continue."""
+    tensors, packed = checkpoints.pack(
+        {
+            "weights": dict(zip(state.names, state.weights, strict=True)),
+            "buffers": state.buffers,
+            "outer": dict(zip(state.names, state.outer, strict=True)),
+            "average": None if state.average is None else dict(zip(state.names, state.average, strict=True)),
+        },
+        "global",
+    )
+    nodes: dict[int, dict[str, Tensor]] = {}
+    inner: dict[str, Any] = {}
+    for node, states in engine.inner_states.items():
+        nodes[node], inner[str(node)] = checkpoints.pack(states, "inner")
+    local: dict[str, Any] = {}
+    for node, at in engine.local_states.items():
+        more, local[str(node)] = checkpoints.pack({"weights": at.weights, "buffers": at.buffers}, "own")
+        nodes[node] = {**nodes.get(node, {}), **more}
+    meta = {
+        "global": packed,
+        "inner": inner,
+        "own": local,
+        "taken": engine.steps_done,
+        "probe": engine.repeatability_probe,
+    }
+    return checkpoints.save(run.path, state.round, tensors, nodes, meta, stamp=run.stamp, check=run.check_lock)
+
+
+def check(run: Run, snapshot: checkpoints.Snapshot, path: Path) -> None:
+    """Refuse a checkpoint of another run; raise DamagedCheckpoint for one that `restore` could not read."""
+    run.check(snapshot, path)
+    try:
+        _contents(snapshot)
+    except checkpoints.UNREADABLE as error:
+        raise checkpoints.damaged(path / checkpoints.MANIFEST, f"lacks what a run needs ({error!r:.300})") from error
+
+
+class _Contents(NamedTuple):
+    shared: dict[str, Any]  # weights, buffers, outer, average
+    steps_done: list[int]
+    probe: dict[str, Any]
+    inner_states: dict[int, list[State]]
+    local_states: dict[int, LocalState]
+
+
+def _contents(snapshot: checkpoints.Snapshot) -> _Contents:
+    """Return what a checkpoint holds, in the form in which `save` took it."""
+    meta, nodes = snapshot.meta, snapshot.nodes
+    shared = checkpoints.unpack(snapshot.tensors, meta["global"])
+    local = meta.get("own", {})  # older checkpoints lack it
+    if meta["probe"] and not meta["probe"].keys() >= {"node", "round", "taken", "digest"}:
+        raise KeyError(f"probe has {sorted(meta['probe'])}")
+    return _Contents(
+        {key: shared[key] for key in ("weights", "buffers", "outer", "average")},
+        [int(steps) for steps in meta["taken"]],
+        dict(meta["probe"]),
+        {int(n): checkpoints.unpack(nodes[int(n)], packed) for n, packed in meta["inner"].items()},
+        {int(n): LocalState(**checkpoints.unpack(nodes[int(n)], packed)) for n, packed in local.items()},
+    )
+
+
+def restore(snapshot: checkpoints.Snapshot, state: GlobalState, engine: Engine) -> None:
+    """Load a checkpoint into a new state and engine; refuse one of another model."""
+    contents = _contents(snapshot)
+    shared = contents.shared
+    _check_same_model(shared, state)
+    device = state.weights[0].device if state.weights else torch.device("cpu")
+    for name, weight in zip(state.names, state.weights, strict=True):
+        weight.copy_(shared["weights"][name])
+    state.buffers = {name: buffer.to(state.buffers[name].device) for name, buffer in shared["buffers"].items()}
+    state.outer = [copied_to(shared["outer"][name], device) for name in state.names]
+    if shared["average"] is not None:
+        state.average = [shared["average"][name].to(device) for name in state.names]
+    state.round = snapshot.round
+    engine.steps_done, engine.repeatability_probe = contents.steps_done, contents.probe
+    engine.inner_states, engine.local_states = contents.inner_states, contents.local_states
+
+
+def _check_same_model(shared: dict[str, Any], state: GlobalState) -> None:
+    if list(shared["weights"]) != state.names:
+        other = sorted(set(shared["weights"]) ^ set(state.names)) or ["the same names in another order"]
+        raise ValueError(f"The checkpoint is of another model: {', '.join(other[:5])} stand in one of them only.")
+    if shared["buffers"].keys() != state.buffers.keys():
+        other = sorted(shared["buffers"].keys() ^ state.buffers.keys())
+        raise ValueError(
+            f"The checkpoint is of another model: the buffers {', '.join(other[:5])} are in one of them only."
+        )
+    for name, now in [*zip(state.names, state.weights, strict=True), *state.buffers.items()]:
+        then = shared["weights"][name] if name in shared["weights"] else shared["buffers"][name]
+        if then.shape != now.shape or then.dtype != now.dtype:
+            raise ValueError(
+                f"The checkpoint is of another model: {name} is {then.dtype} of shape {tuple(then.shape)} there, "
+                f"{now.dtype} of shape {tuple(now.shape)} here."
+            )
+    if (shared["average"] is None) != (state.average is None):
+        raise ValueError("The checkpoint was written with another setting of `average`; resume with the same.")

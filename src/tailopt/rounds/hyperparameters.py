@@ -1,0 +1,167 @@
+"""An algorithm's hyperparameters at a moment: schedules applied, name patterns resolved, the order of thresholds kept.
+
+A schedule counts rounds, or with per="step" the local steps that the node itself has taken over the whole run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch.optim import Optimizer
+
+from tailopt import schedules as scheduling
+from tailopt.algorithms import (
+    PUBLIC,
+    Algorithm,
+    by_parameter,
+    check_half,
+    check_settings,
+    numbers_of,
+    rule_of,
+)
+from tailopt.rounds.guard import Bound, bound
+from tailopt.rules.rule import Numbers, Rule
+
+SCHEDULABLE = ("lr", "u", "d")
+CACHED = 64  # entries; those of past rounds are dropped together
+MOMENTS = (1, 2, 3, 10, 100, 1000)  # at which schedules are compared, beside quarters of the run
+TORCH_LIMIT = 10_000  # of those moments for torch's schedulers, which reach a moment one step at a time
+T = TypeVar("T")
+
+
+class RuleHyperparameters:
+    """The hyperparameters of one rule, in any round and local step.
+
+    Args:
+        level: "outer" or "inner".
+        rule: the update rule.
+        base: its hyperparameters without schedules, by the rule's own names.
+        schedules: by the rule's own names.
+        names: of the parameters, against which patterns are resolved.
+    """
+
+    def __init__(
+        self, level: str, rule: Rule, base: Mapping[str, Any], schedules: Mapping[str, Any], names: Sequence[str]
+    ) -> None:
+        self.level, self.rule, self.base, self.schedules = level, rule, dict(base), dict(schedules)
+        self.by_step = any(scheduling.per(schedule) == "step" for schedule in self.schedules.values())
+        self._names = list(names)
+        self._cache: dict[Any, Any] = {}
+        for key, schedule in self.schedules.items():
+            if level == "outer" and scheduling.per(schedule) == "step":
+                raise ValueError(
+                    f'Invalid schedule of {PUBLIC[level][key]}: per="step" counts local steps, which an outer rule '
+                    "has not."
+                )
+
+    def at(self, t: int, steps_done: int = 0) -> Numbers:
+        """Return the hyperparameters in round t, for a node that has taken `steps_done` local steps before this one."""
+        return self._cached("at", t, steps_done, lambda: self._evaluated(t, steps_done + 1))
+
+    def bound(self, t: int, steps_done: int, steps: int) -> Bound:
+        """Return how far a node can move in `steps` local steps of round t."""
+        return self._cached(
+            steps, t, steps_done, lambda: bound(self.rule, (self.at(t, steps_done + k) for k in range(steps)))
+        )
+
+    def sampled_schedules(self, rounds: int | None, steps: int) -> dict[str, dict[str, Any]]:
+        """Return what the schedules give at some moments of a run, the last among them where it is known.
+
+        Real nodes compare these. Numbers are rounded to 12 digits, since the last digit of a cosine differs between
+        machines and is harmless. A schedule that fails at a moment has the error as its value there.
+        """
+        sampled: dict[str, dict[str, Any]] = {}
+        for key, schedule in sorted(self.schedules.items()):
+            name, per = PUBLIC[self.level][key], scheduling.per(schedule)
+            last = None if rounds is None else rounds if per == "round" else rounds * steps
+            limit = last or TORCH_LIMIT
+            if isinstance(schedule, scheduling.FromTorch):
+                limit = min(limit, TORCH_LIMIT)
+            quarters = () if last is None else (last // 4, last // 2, 3 * last // 4, last)
+            moments = sorted({t for t in (*MOMENTS, *quarters) if 1 <= t <= limit})
+            sampled[name] = {f"{per} {t}": _value_or_error(schedule, self.base[key], t, name) for t in moments}
+        return sampled
+
+    def _cached(self, kind: str | int, t: int, steps_done: int, compute: Callable[[], T]) -> T:
+        # what no schedule changes is computed once for the whole run
+        key = (kind, t if self.schedules else 0, steps_done if self.by_step else 0)
+        if key not in self._cache:
+            if len(self._cache) > CACHED:
+                self._cache.clear()
+            self._cache[key] = compute()
+        value: T = self._cache[key]
+        return value
+
+    def _evaluated(self, t: int, step: int) -> Numbers:
+        values: dict[str, Any] = {}
+        for key, base in self.base.items():
+            schedule, name = self.schedules.get(key), PUBLIC[self.level].get(key, key)
+            if schedule is not None:
+                base = scheduling.value(schedule, base, step if scheduling.per(schedule) == "step" else t, name)
+            values[key] = by_parameter(base, self._names, name)
+        if "u" in values and self.schedules:
+            self._check_order(values, t)
+        return values
+
+    def _check_order(self, values: Numbers, t: int) -> None:
+        zone = values.get("dead_zone", 0.0)
+        uppers, lowers = ([v] if not isinstance(v, list) else v for v in (values["u"], values.get("d", 0.0)))
+        try:
+            for i in range(max(len(uppers), len(lowers))):
+                u, d = uppers[i if len(uppers) > 1 else 0], lowers[i if len(lowers) > 1 else 0]
+                check_settings(u, d, 0.0 if zone == "auto" else zone, self.level)
+        except ValueError as error:
+            raise ValueError(f"{error} This is what the schedules give in round {t}.") from None
+
+
+class AlgorithmHyperparameters:
+    """The hyperparameters of both rules of an algorithm.
+
+    Args:
+        schedules: by public name (`ilr`, `o_u`, ...), or what `tailopt.theory` returns, or None.
+        names: of the parameters.
+    """
+
+    def __init__(self, algorithm: Algorithm, schedules: Any, names: Sequence[str]) -> None:
+        base = {level: algorithm.numbers(level) for level in ("outer", "inner")}
+        schedulable = {PUBLIC[level][key]: (level, key) for level in base for key in SCHEDULABLE if key in base[level]}
+        by_level: dict[str, dict[str, Any]] = {"outer": {}, "inner": {}}
+        for name, schedule in scheduling.check(schedules, schedulable).items():
+            level, key = schedulable[name]
+            by_level[level][key] = schedule
+        self.outer, self.inner = (
+            RuleHyperparameters(level, algorithm.rule(level), base[level], by_level[level], names)
+            for level in ("outer", "inner")
+        )
+
+    def check_first_round(self) -> None:
+        """Evaluate both rules once: patterns that fit no parameter are refused before anything moves."""
+        self.inner.at(1)
+        self.outer.at(1)
+
+    def schedules(self) -> dict[str, Any]:
+        """Return the schedules, by the public name of what they change."""
+        rules = (self.inner, self.outer)
+        return {PUBLIC[rule.level][key]: s for rule in rules for key, s in sorted(rule.schedules.items())}
+
+    def sampled_schedules(self, rounds: int | None, steps: int) -> dict[str, dict[str, Any]]:
+        """Return what all schedules give at some moments of a run."""
+        return {**self.inner.sampled_schedules(rounds, steps), **self.outer.sampled_schedules(rounds, steps)}
+
+
+def outer_hyperparameters(
+    outer: str | type[Optimizer], settings: Mapping[str, Any], names: Sequence[str]
+) -> RuleHyperparameters:
+    """Return the hyperparameters of an outer optimizer alone, for an inner one that the user builds."""
+    called = outer if isinstance(outer, str) else getattr(outer, "__name__", repr(outer))
+    check_half(outer, settings, "outer", f"the outer optimizer {called}")
+    return RuleHyperparameters("outer", rule_of(outer, "outer"), numbers_of(outer, settings, "outer"), {}, names)
+
+
+def _value_or_error(schedule: Any, base: Any, t: int, name: str) -> Any:
+    try:
+        value = scheduling.value(schedule, base, t, name)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return float(f"{value:.12g}") if isinstance(value, int | float) else value
