@@ -3,7 +3,9 @@
 Nothing is downloaded: builds are not isolated, and the fresh environments see this one's torch through a .pth file.
 """
 
+import importlib.metadata
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -14,6 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import tailopt
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = "tailopt/native/_cpu.abi3.so"
@@ -95,6 +99,13 @@ def complaints(result):
     return [line for line in result.stderr.splitlines() if "Warning:" in line and "kernel" in line]
 
 
+def test_the_version_is_written_once():
+    assert importlib.metadata.version("tailopt-torch") == tailopt.__version__, "install again: the version changed"
+    for page in ("pyproject.toml", "setup.py", "CITATION.cff", "mkdocs.yml"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert not re.search(r"""^\s*version\s*[:=]\s*["']?\d""", text, flags=re.MULTILINE), page
+
+
 def test_sdist_holds_sources_and_tests_and_no_library(sdist):
     there = names(sdist)
     for path in (
@@ -108,7 +119,7 @@ def test_sdist_holds_sources_and_tests_and_no_library(sdist):
 @needs_compiler
 def test_wheel_with_the_kernel(sdist, tmp_path):
     wheel, _ = build(sdist, tmp_path)
-    assert wheel.name.startswith("tailopt_torch-0.1.0-cp310-abi3-linux_")
+    assert wheel.name.startswith(f"tailopt_torch-{tailopt.__version__}-cp310-abi3-linux_")
     there = names(wheel)
     assert {LIBRARY, "tailopt/py.typed"} <= set(there)
     assert not [path for path in there if path.endswith(".c") or path.startswith("tests")]
@@ -130,8 +141,11 @@ def test_wheel_with_the_kernel(sdist, tmp_path):
 
 
 def test_wheel_without_a_compiler(sdist, tmp_path):
-    wheel, tree = build(sdist, tmp_path, CC="/bin/false")
-    assert wheel.name == "tailopt_torch-0.1.0-py3-none-any.whl"
+    # The version is read without importing the package, which would need torch at build time.
+    (tmp_path / "no_torch").mkdir()
+    (tmp_path / "no_torch/torch.py").write_text("raise ImportError('the build imports torch')")
+    wheel, tree = build(sdist, tmp_path, CC="/bin/false", PYTHONPATH=str(tmp_path / "no_torch"))
+    assert wheel.name == f"tailopt_torch-{tailopt.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = [path for path in archive.namelist() if path.endswith(".dist-info/WHEEL")]
         assert b"Root-Is-Purelib: true" in archive.read(metadata)
