@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tailopt.cli.compare import Course, differences, lines
+from tailopt.cli.compare import RunCurve, differences, line_styles
 from tailopt.cli.main import main
 from tailopt.records.folder import Run
 
@@ -84,27 +84,27 @@ def test_runs_of_different_tasks(
     assert "different tasks" in capsys.readouterr().out
 
 
-def course(name: str, algorithm: str, values: list[float], **settings: object) -> Course:
-    return Course(name, "t", algorithm, range(1, len(values) + 1), values, settings)
+def curve(name: str, algorithm: str, values: list[float], **settings: object) -> RunCurve:
+    return RunCurve(name, "t", algorithm, range(1, len(values) + 1), values, settings)
 
 
 def test_the_best_round_is_finite_and_the_first() -> None:
-    one = course("a", "avg-sgd", [math.nan, 2.0, 1.0, 1.0, -math.inf, 3.0])
+    one = curve("a", "avg-sgd", [math.nan, 2.0, 1.0, 1.0, -math.inf, 3.0])
     assert one.best(lower=True) == (1.0, 3)
     assert one.best(lower=False) == (3.0, 6)
-    assert course("a", "avg-sgd", [math.nan]).best(lower=True) is None
+    assert curve("a", "avg-sgd", [math.nan]).best(lower=True) is None
 
 
 def test_differences_are_of_values_and_of_presence() -> None:
-    a, b = course("a", "x", [], ilr=0.1, nodes=3, d=0.0), course("b", "x", [], ilr=0.2, nodes=3)
+    a, b = curve("a", "x", [], ilr=0.1, nodes=3, d=0.0), curve("b", "x", [], ilr=0.2, nodes=3)
     assert differences([a, b]) == ["ilr", "d"]
     assert differences([a, a]) == []
 
 
 def test_lines_say_the_algorithm_and_tell_its_runs_apart() -> None:
-    same = lines([course(str(i), "adam-biclip", [1.0]) for i in range(12)])
+    same = line_styles([curve(str(i), "adam-biclip", [1.0]) for i in range(12)])
     assert {(line["color"], line["linestyle"]) for line in same} == {("#D55E00", "--")}
     assert len({line.get("marker") for line in same}) == 12
-    mixed = lines([course("a", "avg-sgd", [1.0]), course("b", "adam-biclip", [1.0]), course("c", "sgd-sign", [1.0])])
+    mixed = line_styles([curve("a", "avg-sgd", [1.0]), curve("b", "adam-biclip", [1.0]), curve("c", "sgd-sign", [1.0])])
     assert len({line["color"] for line in mixed}) == 3
     assert [line["label"] for line in mixed] == ["a (avg-sgd)", "b (adam-biclip)", "c (sgd-sign)"]

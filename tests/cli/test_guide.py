@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tailopt.cli.configuration import override, read, resolve, sections, split
+from tailopt.cli.config_file import read, sections
+from tailopt.cli.configuration import resolve
 from tailopt.cli.main import main
+from tailopt.cli.overrides import apply_overrides, split_arguments
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
@@ -73,6 +75,6 @@ def test_both_spellings_of_the_table_say_the_same(tmp_path: Path) -> None:
         (tmp_path / "a.toml").write_text(f"[{section}]\n{line}\n")
         wanted = read(tmp_path / "a.toml")
         for option in re.findall(r"`(--.*?)`", options):
-            rest, pairs = split(shlex.split(option), {})
+            rest, overrides = split_arguments(shlex.split(option), {})
             assert rest == []
-            assert override(sections({}), pairs) == wanted
+            assert apply_overrides(sections({}), overrides) == wanted

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import tailopt
 from tailopt.algorithms import ALGORITHMS
+from tailopt.cli import list as listing
 from tailopt.cli.list import MEANINGS
 from tailopt.cli.main import main
 from tailopt.records.folder import Run
@@ -52,7 +54,7 @@ def test_every_noise_is_explained() -> None:
 def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["list", "runs"]) == 2
-    assert "there is no runs. Give that of your runs: tailopt list runs FOLDER" in capsys.readouterr().err
+    assert "there is no runs. Give the folder of your runs: tailopt list runs FOLDER" in capsys.readouterr().err
     words = ["--task", "gaussian", "--preset", "small", "--rounds", "2", "--nodes", "2", "--quiet"]
     assert main(["run", *words, "--algorithm", "avg-sgd", "--ilr", "0.01"]) == 0
     final = capsys.readouterr().out.split("error ")[1].split()[0]
@@ -114,3 +116,17 @@ def test_one_unreadable_run_hides_no_other(
 def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_listed_settings_are_those_of_the_algorithm(name: str) -> None:
+    need, may = listing.settings(name)
+    values = dict.fromkeys(need, 0.5)
+    tailopt.algorithm(name, **values)
+    for key in need:
+        with pytest.raises(ValueError, match=f"missing '{key}'"):
+            tailopt.algorithm(name, **{k: v for k, v in values.items() if k != key})
+    with pytest.raises(ValueError, match="unknown 'nothing'") as error:
+        tailopt.algorithm(name, **values, nothing=1)
+    allowed = {word.strip(" .") for word in str(error.value).partition("It may have")[2].split(",")}
+    assert allowed - {"inner_state", "send_preconditioner"} == {*may} - {"send_preconditioner"}

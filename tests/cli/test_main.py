@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import tailopt
-from tailopt.cli.configuration import SECTIONS, plain_keys
 from tailopt.cli.main import COMMANDS, main
+from tailopt.cli.setting_names import SECTIONS, section_keys
 
 SOURCE = Path(tailopt.__file__).parents[1]
 
@@ -51,7 +51,7 @@ def test_the_example_of_each_help_text_works(
 
 def test_the_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     words = {*helped(capsys, "run").split()}
-    assert {key for section in SECTIONS[:-1] for key in plain_keys(section)} <= words
+    assert {key for section in SECTIONS[:-1] for key in section_keys(section)} <= words
     assert {"local_steps", "i_u", "oeps", "noise"} <= words
 
 

@@ -66,7 +66,7 @@ def test_ctrl_c_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     done = Path("stopped/history.jsonl").read_bytes().count(b"\n")
-    assert err == f"Stopped after round {done} of 400. Go on with: tailopt resume stopped\n"
+    assert err == f"Stopped after round {done} of 400. Continue with: tailopt resume stopped\n"
     assert main(["resume", "stopped", "--rounds", str(done + 2), "--quiet"]) == 0
     assert f"round {done + 2}: loss" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""`tailopt list`: the tasks, algorithms and noises that there are, or the runs in a folder."""
+"""`tailopt list`: all tasks, algorithms and noises, or the runs in a folder."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tailopt.algorithms import ALGORITHMS, FIXED, PUBLIC, REQUIRED
-from tailopt.cli.compare import course, decisive, each, found, show_unreadable
-from tailopt.cli.configuration import Pairs, task_settings
-from tailopt.cli.tables import show, word
+from tailopt.cli.compare import find_runs, primary_metric, print_unreadable, read_curve, read_each
+from tailopt.cli.overrides import Overrides
+from tailopt.cli.setting_names import task_settings
+from tailopt.cli.tables import format_cell, print_table
 from tailopt.records.folder import Run
 from tailopt.rules.table import INNER, OUTER
 from tailopt.tasks.synthetic import NOISES
@@ -34,55 +35,55 @@ def add(commands: Any) -> None:
         help="tasks, algorithms with their settings, noises; the runs in a folder",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="tailopt list [tasks | algorithms | noises | runs [FOLDER]]",
-        description="What there is to run, with its settings, or what has been run.",
+        description="List what can be run, with its settings, or what has been run.",
         epilog=f"example:\n{EXAMPLE}",
     )
-    parser.add_argument("what", nargs="?", choices=[*LISTS, "runs"], help="by default all but runs")
-    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="of runs; by default runs")
+    parser.add_argument("what", nargs="?", choices=[*LISTS, "runs"], help="by default all except runs")
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="a folder of run folders; by default runs")
     parser.set_defaults(command=command, options=None)
 
 
-def command(arguments: argparse.Namespace, pairs: Pairs) -> int:
-    """Print what is asked for."""
+def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
+    """Print the lists that the arguments name."""
     if arguments.folder is not None and arguments.what != "runs":
         raise ValueError(f"Invalid folder: {arguments.folder!r} belongs to `tailopt list runs FOLDER`. Leave it out.")
     if arguments.what == "runs":
         return runs(Path(arguments.folder or "runs"))
-    for number, (name, shown) in enumerate(LISTS.items()):
+    for number, (name, print_list) in enumerate(LISTS.items()):
         if arguments.what in (None, name):
             if number and arguments.what is None:
                 print()
-            shown()
-    print("\nwrote nothing; `tailopt run --help` says how to use them")
+            print_list()
+    print("\nwrote nothing; `tailopt run --help` explains how to use them")
     return 0
 
 
 def tasks() -> None:
-    """The tasks with the settings of their preset "paper"."""
+    """Print the tasks with the settings of their preset "paper"."""
     rows = []
     for name in TASKS:
-        usual = task(name).defaults
-        own = ", ".join(f"{key} = {word(held)}" for key, held in task_settings(name).items())
-        length = f"{usual.rounds} rounds of " + (
-            f"{usual.local_steps} steps" if usual.local_steps is not None else f"{usual.local_epochs} epochs"
+        defaults = task(name).defaults
+        listed = ", ".join(f"{key} = {format_cell(value)}" for key, value in task_settings(name).items())
+        length = f"{defaults.rounds} rounds of " + (
+            f"{defaults.local_steps} steps" if defaults.local_steps is not None else f"{defaults.local_epochs} epochs"
         )
-        rows.append([name, ", ".join(PRESETS[name]), usual.metric, f"{usual.nodes} nodes, {length}", own])
-    show("tasks", ["name", "presets", "metric", "by default", "settings"], rows)
+        rows.append([name, ", ".join(PRESETS[name]), defaults.metric, f"{defaults.nodes} nodes, {length}", listed])
+    print_table("tasks", ["name", "presets", "metric", "by default", "settings"], rows)
 
 
 def algorithms() -> None:
-    """The algorithms with what they need and may be given."""
+    """Print the algorithms with the settings that they need and the settings that they accept."""
     rows = []
     for name in ALGORITHMS:
         need, may = settings(name)
         rows.append([name, *ALGORITHMS[name], " ".join(need), " ".join(may)])
-    show("algorithms", ["name", "outer", "inner", "needs", "may have"], rows)
+    print_table("algorithms", ["name", "outer", "inner", "needs", "may have"], rows)
     print(f"Every other pair OUTER-INNER is one too: {', '.join(OUTER)} - {', '.join(INNER)}.")
     print("All may have inner_state (reset, keep).")
 
 
 def settings(name: str) -> tuple[list[str], list[str]]:
-    """The settings that an algorithm of the table needs, and those that it may be given.
+    """The settings that an algorithm needs, and the further settings that it accepts.
 
     Examples:
         >>> settings("avg-biclip")
@@ -99,30 +100,30 @@ def settings(name: str) -> tuple[list[str], list[str]]:
 
 
 def noises() -> None:
-    """The noises of the synthetic tasks."""
-    show("noises", ["name", "what it is"], [[name, MEANINGS[name]] for name in NOISES])
+    """Print the noises of the synthetic tasks."""
+    print_table("noises", ["name", "what it is"], [[name, MEANINGS[name]] for name in NOISES])
 
 
 def runs(folder: Path) -> int:
-    """The runs in a folder: how far they came."""
+    """Print the runs in a folder with the rounds that they finished."""
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"Invalid folder: there is no {folder}. Give that of your runs: tailopt list runs FOLDER."
+            f"Invalid folder: there is no {folder}. Give the folder of your runs: tailopt list runs FOLDER."
         )
-    rows, unreadable = each(found(folder), _ended)
-    show(f"runs in {folder}", ["run", "task", "algorithm", "rounds", "of", "metric", "final"], rows)
-    show_unreadable(unreadable)
+    rows, unreadable = read_each(find_runs(folder), _run_row)
+    print_table(f"runs in {folder}", ["run", "task", "algorithm", "rounds", "of", "metric", "final"], rows)
+    print_unreadable(unreadable)
     print(f"\nread {len(rows)} run{'s'[: len(rows) != 1]}, wrote nothing; `tailopt compare {folder}` compares them")
     return 0
 
 
-def _ended(path: Path) -> list[Any]:
-    """A run's row: how far it came."""
+def _run_row(path: Path) -> list[Any]:
+    """A run's row of the table: rounds finished, rounds planned, final metric."""
     run = Run.open(path)
-    metric = decisive(run)[0]
-    one = course(run, metric)
-    end = one.values[-1] if one.values else None
-    return [one.name, one.task, one.algorithm, len(run.history()), run.config.get("rounds"), metric, end]
+    metric = primary_metric(run)[0]
+    curve = read_curve(run, metric)
+    final = curve.values[-1] if curve.values else None
+    return [curve.name, curve.task, curve.algorithm, len(run.history()), run.config.get("rounds"), metric, final]
 
 
 LISTS: Mapping[str, Callable[[], None]] = {"tasks": tasks, "algorithms": algorithms, "noises": noises}

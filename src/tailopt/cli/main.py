@@ -1,6 +1,6 @@
-"""`tailopt COMMAND ...`: one file a command; here is what they share.
+"""`tailopt COMMAND ...`: the entry point. Each command has its own file; this one has what they share.
 
-Exit codes: 0, or 2 for what the user can mend (one line that says how), or 130 after Ctrl-C.
+Exit codes: 0; 2 for an error that the user can fix (one line that explains how); 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from tailopt.cli import compare, list, resume, run, study, train, verify
-from tailopt.cli.configuration import Pairs, RunSettings, split
+from tailopt.cli.overrides import Overrides, split_arguments
+from tailopt.cli.run_settings import RunSettings
 
 COMMANDS = {
     "run": run,
@@ -28,12 +29,12 @@ COMMANDS = {
     "verify": verify,
 }
 EXAMPLE = run.EXAMPLE.splitlines()[0]
-# What a user can mend. Anything else is a mistake of ours and shows its traceback.
-EXPECTED = (ValueError, TypeError, OSError, ImportError, RuntimeError)
+# Errors that a user can fix. Any other exception is a bug of this library and shows its traceback.
+USER_ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are errors: the caller prints them like all others."""
+    """An argparse parser that raises its errors, so that the caller prints them like all others."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
@@ -44,39 +45,39 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code comes back.
+    """Run a command and return its exit code.
 
     Args:
-        argv: the words behind `tailopt`; by default those of this process.
+        argv: what follows `tailopt`; by default the arguments of this process.
     """
-    words = [*(sys.argv[1:] if argv is None else argv)]
-    traced = "--traceback" in words
-    words = [given for given in words if given != "--traceback"]
+    arguments = [*(sys.argv[1:] if argv is None else argv)]
+    show_traceback = "--traceback" in arguments
+    arguments = [argument for argument in arguments if argument != "--traceback"]
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("always", category=UserWarning, module=r"tailopt\.")
-            warnings.showwarning = _say
-            return _called(words)
+            warnings.showwarning = _print_warning
+            return _run_command(arguments)
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
         return 130
     except BrokenPipeError:  # as by `tailopt list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except EXPECTED as error:
-        if traced:
+    except USER_ERRORS as error:
+        if show_traceback:
             raise
-        name = f"tailopt {words[0]}" if words and words[0] in COMMANDS else "tailopt"
+        name = f"tailopt {arguments[0]}" if arguments and arguments[0] in COMMANDS else "tailopt"
         message = " ".join(str(error).split()) or type(error).__name__
-        # these two take the library's keywords as options; others speak of Python where they mean it
+        # Only these two commands take the library's keyword arguments as options.
         print(f"{name}: {in_shell(message) if name.endswith(('run', 'train')) else message}", file=sys.stderr)
         return 2
 
 
 def in_shell(message: str) -> str:
-    """A message of the library with its keywords as options.
+    """Rewrite a message of the library so that its keyword arguments read as options of the command line.
 
-    Only true switches and quoted words are replaced: a folder may well be called ilr=0.1.
+    Only `name=True` and quoted values are replaced: a folder may be called ilr=0.1.
 
     Examples:
         >>> in_shell('Pass resume=True to go on with it, or use aggregate="mean".')
@@ -85,29 +86,30 @@ def in_shell(message: str) -> str:
     options = {field.name: field.name for field in dataclasses.fields(RunSettings)}
     options |= {"resume": "resume", "pretrained": "model"}
 
-    def option(found: re.Match[str]) -> str:
-        word, text = found["word"], found["text"]
-        if word not in options:
-            return found[0]
+    def as_option(match: re.Match[str]) -> str:
+        name, text = match["name"], match["text"]
+        if name not in options:
+            return match[0]
         value = "" if text is None else f" {shlex.quote(text)}"
-        return f"--{options[word]}{value}"
+        return f"--{options[name]}{value}"
 
-    return re.sub(r'(?<![\w/.-])(?P<word>[a-z_]+)=(?:True\b|"(?P<text>[^"]*)")', option, message)
+    return re.sub(r'(?<![\w/.-])(?P<name>[a-z_]+)=(?:True\b|"(?P<text>[^"]*)")', as_option, message)
 
 
-def _called(words: Sequence[str]) -> int:
+def _run_command(arguments: Sequence[str]) -> int:
     parser = _parser()
-    pairs: Pairs = []
-    rest = [*words]
-    if words and words[0] in ("run", "train"):
-        rest, pairs = split(words[1:], train.OPTIONS if words[0] == "train" else run.OPTIONS)
-        rest = [words[0], *rest]
-    arguments = parser.parse_args(rest)
-    if not hasattr(arguments, "command"):
+    overrides: Overrides = []
+    if arguments and arguments[0] in ("run", "train"):
+        name, *rest = arguments
+        # argparse cannot declare settings: which ones exist depends on the task and the algorithm.
+        own_arguments, overrides = split_arguments(rest, train.OPTIONS if name == "train" else run.OPTIONS)
+        arguments = [name, *own_arguments]
+    parsed = parser.parse_args(arguments)
+    if not hasattr(parsed, "command"):
         parser.print_help()
         return 0
-    code: int = arguments.command(arguments, pairs)
-    sys.stdout.flush()  # so that a pipe that is closed is found here
+    code: int = parsed.command(parsed, overrides)
+    sys.stdout.flush()  # raises BrokenPipeError here, and not when the interpreter exits
     return code
 
 
@@ -117,10 +119,10 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="tailopt COMMAND ... | tailopt --version",
         description="Nested training under heavy-tailed noise: run, resume and compare simulations.",
-        epilog="Every command has its own --help. --traceback, anywhere, shows where an error arose.\n\n"
+        epilog="Every command has its own --help. --traceback, anywhere, shows where an error was raised.\n\n"
         f"example:\n{EXAMPLE}",
     )
-    version = sys.modules["tailopt"].__version__  # the root imports all rooms, so no room imports it
+    version = sys.modules["tailopt"].__version__  # an import would be a cycle: the root imports all rooms
     parser.add_argument("--version", action="version", version=f"tailopt {version}")
     commands = parser.add_subparsers(metavar="COMMAND", prog="tailopt")
     for command in COMMANDS.values():
@@ -128,5 +130,5 @@ def _parser() -> Parser:
     return parser
 
 
-def _say(message: Warning | str, *_: Any, **__: Any) -> None:
+def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)

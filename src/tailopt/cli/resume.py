@@ -1,4 +1,4 @@
-"""`tailopt resume`: go on with a run that was stopped, or further than it was meant to go."""
+"""`tailopt resume`: continue a run that was stopped, or extend a finished run by more rounds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tailopt.cli.configuration import Pairs, resolve, sections
-from tailopt.cli.run import go
+from tailopt.cli.config_file import sections
+from tailopt.cli.configuration import resolve
+from tailopt.cli.overrides import Overrides
+from tailopt.cli.run import simulate_into
 from tailopt.records.folder import Run, accept_config, is_run
 from tailopt.records.identity import CONFIG, settings, told
 
@@ -22,51 +24,53 @@ def add(commands: Any) -> None:
     """Declare the command."""
     parser = commands.add_parser(
         "resume",
-        help="go on with a run from its last checkpoint",
+        help="continue a run from its last checkpoint",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="tailopt resume FOLDER [--rounds N] [--accept-config] [--quiet]",
-        description="Go on with a run from its last checkpoint, by the configuration in its folder. The history\n"
-        "is to the bit that of a run that was never stopped, also after Ctrl-C or a kill.",
+        description="Continue a run from its last checkpoint with the configuration in its folder. The history\n"
+        "equals that of an uninterrupted run bit for bit, also after Ctrl-C or a kill.",
         epilog=f"example:\n{EXAMPLE}",
     )
     parser.add_argument("folder", metavar="FOLDER", help="the run folder")
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds in all; by default as the run was asked for")
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="total number of rounds; by default as the run was started with"
+    )
     parser.add_argument(
         "--accept-config",
         action="store_true",
-        help="go on by a config.toml that was changed by hand, from the last checkpoint on; without this it is refused",
+        help="continue with a config.toml that was edited by hand; without this option an edited file is an error",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.set_defaults(command=command, options=None)
 
 
-def command(arguments: argparse.Namespace, pairs: Pairs) -> int:
-    """Read the folder's configuration and go on."""
+def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
+    """Read the folder's configuration and continue the run."""
     if arguments.accept_config:
         _accept(Path(arguments.folder))
     run = Run.open(arguments.folder)
     if "task" not in run.config:
         raise ValueError(
-            f"{run.path} names no task: it was run from Python. Go on there, by simulate(..., run=..., resume=True)."
+            f"{run.path} names no task: it was run from Python. Continue it there: simulate(..., run=..., resume=True)."
         )
-    chosen = resolve(sections(run.config))
+    configuration = resolve(sections(run.config))
     done = len(run.history())
-    rounds = arguments.rounds if arguments.rounds is not None else chosen.run.rounds
-    assert rounds is not None  # resolved
+    rounds = arguments.rounds if arguments.rounds is not None else configuration.run.rounds
+    assert rounds is not None  # `resolve` sets it
     if rounds < done:
         raise ValueError(
             f"Invalid rounds: got {rounds}; {run.path} has {done} already. Give more: --rounds {2 * done}."
         )
-    further = dataclasses.replace(chosen, run=dataclasses.replace(chosen.run, rounds=rounds))
-    return go(further, run.path, resume=True, quiet=arguments.quiet)
+    extended = dataclasses.replace(configuration, run=dataclasses.replace(configuration.run, rounds=rounds))
+    return simulate_into(run.path, extended, resume=True, quiet=arguments.quiet)
 
 
 def _accept(folder: Path) -> None:
-    """Take a changed config.toml over; what is no configuration is refused before. One from Python is not looked at."""
+    """Accept an edited config.toml. It must be a valid configuration, unless the run was started from Python."""
     if is_run(folder):
-        changed = (folder / CONFIG).read_text(encoding="utf-8")
-        if "task" in (found := settings(folder / CONFIG, changed)):
-            resolve(sections(found))
+        edited = settings(folder / CONFIG, (folder / CONFIG).read_text(encoding="utf-8"))
+        if "task" in edited:
+            resolve(sections(edited))
     difference = accept_config(folder)
     if difference is not None:
         print(f"accepted: {told(difference)}", file=sys.stderr)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tailopt.cli.configuration import Pairs, value
+from tailopt.cli.overrides import Overrides
+from tailopt.cli.setting_values import parse_value
 
 EXAMPLE = """\
   tailopt study failures --quick --out studies/failures"""
@@ -66,7 +67,7 @@ def add(commands: Any) -> None:
     parser.set_defaults(command=command, options=None)
 
 
-def command(arguments: argparse.Namespace, pairs: Pairs) -> int:
+def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     """Run it, and say where things are."""
     run: Callable[..., Path] = importlib.import_module(f"tailopt.studies.{arguments.name}").run
     given = _given(arguments, run)
@@ -93,4 +94,4 @@ def _given(arguments: argparse.Namespace, run: Callable[..., Path]) -> dict[str,
         if name not in known:
             has = ", ".join(f"--{other}" for other in known) or "no options of its own"
             raise ValueError(f"Unknown option: --{name}; the study {arguments.name} has {has}.")
-    return {name: value(text) if name in ("nodes", "seeds", "budget") else text for name, text in found.items()}
+    return {name: parse_value(text) if name in ("nodes", "seeds", "budget") else text for name, text in found.items()}

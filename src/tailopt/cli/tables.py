@@ -1,4 +1,4 @@
-"""Tables of text: by rich in a terminal where it is installed, plain and aligned everywhere else."""
+"""Tables of text: drawn by rich in a terminal where it is installed, aligned plain text everywhere else."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def show(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print a table to the standard output."""
-    cells = [[word(cell) for cell in row] for row in rows]
-    if not (sys.stdout.isatty() and _drawn(title, header, cells)):
-        print(plain(title, header, cells))
+    cells = [[format_cell(cell) for cell in row] for row in rows]
+    if not (sys.stdout.isatty() and _print_with_rich(title, header, cells)):
+        print(plain_table(title, header, cells))
 
 
-def plain(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as text: columns of numbers to the right, others to the left.
+def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format a table as text: columns of numbers are aligned to the right, others to the left.
 
     Examples:
-        >>> print(plain("Ends", ["run", "error"], [["a", "1.5"], ["biclip", "0.25"]]))
+        >>> print(plain_table("Ends", ["run", "error"], [["a", "1.5"], ["biclip", "0.25"]]))
         Ends
         run     error
         a         1.5
@@ -38,11 +38,11 @@ def plain(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> s
     return "\n".join(lines)
 
 
-def word(cell: Any) -> str:
-    """A value in a cell.
+def format_cell(cell: Any) -> str:
+    """Format a value for a cell of a table.
 
     Examples:
-        >>> word(0.123456), word(None), word([0.9, 0.99]), word({"power": -0.5})
+        >>> format_cell(0.123456), format_cell(None), format_cell([0.9, 0.99]), format_cell({"power": -0.5})
         ('0.1235', '-', '[0.9, 0.99]', '{power = -0.5}')
     """
     if cell is None:
@@ -52,9 +52,9 @@ def word(cell: Any) -> str:
     if isinstance(cell, float):
         return f"{cell:.4g}"
     if isinstance(cell, dict):
-        return "{" + ", ".join(f"{key} = {word(held)}" for key, held in cell.items()) + "}"
+        return "{" + ", ".join(f"{key} = {format_cell(value)}" for key, value in cell.items()) + "}"
     if isinstance(cell, list | tuple):
-        return "[" + ", ".join(map(word, cell)) + "]"
+        return "[" + ", ".join(map(format_cell, cell)) + "]"
     return str(cell)
 
 
@@ -66,7 +66,7 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-def _drawn(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
+def _print_with_rich(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
     try:
         from rich.console import Console
         from rich.table import Table

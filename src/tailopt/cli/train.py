@@ -11,10 +11,12 @@ from typing import Any
 import torch.distributed as dist
 
 from tailopt import faults
-from tailopt.cli.configuration import Configuration, Pairs, override, read, resolve, sections
+from tailopt.cli.config_file import read, sections
+from tailopt.cli.configuration import Configuration, resolve
+from tailopt.cli.overrides import Overrides, apply_overrides
 from tailopt.cli.run import OPTIONS as RUN_OPTIONS
-from tailopt.cli.run import written
-from tailopt.cli.tables import word
+from tailopt.cli.run import files_written
+from tailopt.cli.tables import format_cell
 from tailopt.distributed import last_words
 from tailopt.distributed.nested_optimizer import NestedOptimizer
 from tailopt.distributed.peers import connect
@@ -46,7 +48,7 @@ def add(commands: Any) -> None:
     parser.set_defaults(command=command, options=OPTIONS)
 
 
-def command(arguments: argparse.Namespace, pairs: Pairs) -> int:
+def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     """Join the others, and train."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ValueError(
@@ -55,9 +57,9 @@ def command(arguments: argparse.Namespace, pairs: Pairs) -> int:
         )
     nodes = int(os.environ["WORLD_SIZE"])
     tables = read(arguments.file) if arguments.file is not None else sections({})
-    if not any(key in ("nodes", "run.nodes") for key, _ in pairs):
-        pairs = [*pairs, ("run.nodes", str(nodes))]
-    chosen = resolve(override(tables, pairs))
+    if not any(key in ("nodes", "run.nodes") for key, _ in overrides):
+        overrides = [*overrides, ("run.nodes", str(nodes))]
+    chosen = resolve(apply_overrides(tables, overrides))
     connect(arguments.timeout)
     if not arguments.resume:
         last_words.resume_arguments[:] = ["--resume"]
@@ -66,13 +68,13 @@ def command(arguments: argparse.Namespace, pairs: Pairs) -> int:
     finally:
         dist.destroy_process_group()
     if int(os.environ["RANK"]) == 0:
-        print(written(Path(arguments.out)))
+        print(files_written(Path(arguments.out)))
     return 0
 
 
 def trained(chosen: Configuration, folder: Path, resume: bool, timeout: float, quiet: bool) -> None:
     """Train by a configuration, as this process's node."""
-    run, problem = chosen.run, chosen.problem()
+    run, problem = chosen.run, chosen.build_task()
     if run.local_steps is None or run.precision is not None:
         raise ValueError("Real nodes take local_steps and full precision; use `tailopt run`, or set these.")
     assert run.nodes is not None and run.rounds is not None
@@ -83,7 +85,9 @@ def trained(chosen: Configuration, folder: Path, resume: bool, timeout: float, q
 
     def tell(row: dict[str, Any]) -> None:
         if not quiet:
-            ends = ", ".join(f"{name} {word(held)}" for name, held in {"loss": row["loss"], **row["metrics"]}.items())
+            ends = ", ".join(
+                f"{name} {format_cell(held)}" for name, held in {"loss": row["loss"], **row["metrics"]}.items()
+            )
             print(f"round {row['round']}/{run.rounds}  {ends}", file=sys.stderr, flush=True)
 
     def lose(optimizer: NestedOptimizer) -> None:
@@ -94,7 +98,7 @@ def trained(chosen: Configuration, folder: Path, resume: bool, timeout: float, q
 
     train(
         problem.model(run.seed),
-        chosen.method(),
+        chosen.build_algorithm(),
         loss=problem.loss,
         data=data,
         rounds=run.rounds,
@@ -108,7 +112,7 @@ def trained(chosen: Configuration, folder: Path, resume: bool, timeout: float, q
         tell=tell,
         resume=resume,
         timeout=timeout,
-        schedules=chosen.made_schedules() or None,
+        schedules=chosen.build_schedules() or None,
         participation=run.participation,
         participants=run.participants,
         sampling=run.sampling,

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from tailopt.cli.configuration import Pairs, resolve, sections
+from tailopt.cli.config_file import sections
+from tailopt.cli.configuration import resolve
+from tailopt.cli.overrides import Overrides
 from tailopt.distributed.training import replay
 from tailopt.records.folder import Run, environment
 
@@ -32,7 +34,7 @@ def add(commands: Any) -> None:
     parser.set_defaults(command=command, options=None)
 
 
-def command(arguments: argparse.Namespace, pairs: Pairs) -> int:
+def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     """Replay and compare."""
     run = Run.open(arguments.folder)
     if "task" not in run.config:
@@ -40,19 +42,19 @@ def command(arguments: argparse.Namespace, pairs: Pairs) -> int:
     chosen = resolve(sections(run.config))
     _say_differences(run)
     torch.set_num_threads(int(run.environment.get("threads", torch.get_num_threads())))
-    problem, settings = chosen.problem(), chosen.run
+    problem, settings = chosen.build_task(), chosen.run
     assert settings.nodes is not None
     equal, difference = replay(
         Path(arguments.folder),
         problem.model(settings.seed),
-        chosen.method(),
+        chosen.build_algorithm(),
         loss=problem.loss,
         data=problem.nodes(settings.seed, settings.nodes),
         local_steps=settings.local_steps,
         batch_size=settings.batch_size,
         weights=None if settings.weights == "equal" else settings.weights,
         seed=settings.seed,
-        schedules=chosen.made_schedules() or None,
+        schedules=chosen.build_schedules() or None,
         participation=settings.participation,
         participants=settings.participants,
         sampling=settings.sampling,

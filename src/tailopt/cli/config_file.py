@@ -1,0 +1,57 @@
+"""Reading a configuration: a TOML file in sections, or the flat config.toml of a run folder, as checked tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tailopt.cli.setting_names import SECTIONS, check_section_key, nearest
+from tailopt.cli.setting_values import parse_toml
+
+Tables = dict[str, dict[str, Any]]  # section -> its settings; every section is present
+
+
+def read(path: str | Path) -> Tables:
+    """The tables of a TOML file, or of the configuration in a run folder; unknown keys raise an error."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"Invalid configuration: there is no file {str(path)!r}. Give the path of a TOML file.")
+    try:
+        return sections(parse_toml(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def sections(document: Mapping[str, Any]) -> Tables:
+    """The content of a file as checked tables, one per section. The flat layout of a run folder is accepted too.
+
+    Examples:
+        >>> sections({"task": {"name": "syntoken"}, "algorithm": "avg-sgd", "settings": {"ilr": 0.1}, "rounds": 5})
+        {'task': {'name': 'syntoken'}, 'algorithm': {'name': 'avg-sgd', 'ilr': 0.1}, 'run': {'rounds': 5},
+         'schedules': {}}
+    """
+    tables = sections_of_run_folder(document) if isinstance(document.get("algorithm"), str) else dict(document)
+    method = tables.get("algorithm")
+    algorithm = method.get("name") if isinstance(method, Mapping) else None
+    for section, table in tables.items():
+        if section not in SECTIONS:
+            raise ValueError(f"Unknown section: {section!r}{nearest(section, SECTIONS)} Known: {', '.join(SECTIONS)}.")
+        if not isinstance(table, Mapping):
+            raise ValueError(
+                f"Invalid {section}: got {table!r}; need a table. Write [{section}] and its settings below."
+            )
+        for key in table:
+            check_section_key(section, key, algorithm)
+    return {section: dict(tables.get(section, {})) for section in SECTIONS}
+
+
+def sections_of_run_folder(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The flat layout of a run folder, in sections. Unchecked: a run from Python may have recorded anything."""
+    rest = dict(config)
+    rest.pop("numbers", None)  # written for two torch.optim classes: their settings again, under torch's names
+    tables: dict[str, Any] = {"task": rest.pop("task", {})}
+    tables["algorithm"] = {"name": rest.pop("algorithm"), **rest.pop("settings", {})}
+    tables["algorithm"] |= {key: rest.pop(key) for key in ("inner_state", "send_preconditioner") if key in rest}
+    tables["schedules"] = rest.pop("schedules", {})
+    return {**tables, "run": rest}

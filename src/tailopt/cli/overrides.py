@@ -1,0 +1,83 @@
+"""Settings on the command line: `--ilr 0.1`, `--run.seed 3`, `--average`, laid over the tables of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tailopt.cli.config_file import Tables
+from tailopt.cli.run_settings import is_switch
+from tailopt.cli.setting_names import SECTIONS, SHORT, locate
+from tailopt.cli.setting_values import parse_value
+
+# Settings in the order of the command line: name and text; None where no text followed the name.
+Overrides = Sequence[tuple[str, str | None]]
+
+
+def split_arguments(arguments: Sequence[str], options: Mapping[str, bool]) -> tuple[list[str], Overrides]:
+    """Separate a command's own arguments from the settings among them.
+
+    Args:
+        arguments: what follows the name of the command.
+        options: the command's own options, with whether a value follows them.
+
+    Examples:
+        >>> split_arguments(["a.toml", "--ilr", "-1e-3", "--out", "runs/a", "--average"], {"--out": True})
+        (['a.toml', '--out', 'runs/a'], [('ilr', '-1e-3'), ('average', None)])
+    """
+    own_arguments: list[str] = []
+    overrides: list[tuple[str, str | None]] = []
+    queue = list(arguments)
+    while queue:
+        argument = queue.pop(0)
+        name, equals, text = argument.partition("=")
+        if not argument.startswith("--") or argument == "--" or name in options:
+            own_arguments.append(argument)
+            if options.get(name, False) and not equals and queue:
+                own_arguments.append(queue.pop(0))
+        else:
+            # Only two dashes begin an option: a single one is the sign of a number, as in --ilr -1e-3.
+            value_follows = bool(queue) and not queue[0].startswith("--")
+            value = text if equals else queue.pop(0) if value_follows else None
+            overrides.append((name[2:].replace("-", "_"), value))
+    return own_arguments, overrides
+
+
+def apply_overrides(tables: Tables, overrides: Overrides) -> Tables:
+    """Lay the settings of the command line over the tables of a file; returns new tables.
+
+    Examples:
+        >>> empty = {"task": {}, "algorithm": {}, "run": {}, "schedules": {}}
+        >>> apply_overrides(empty, [("noise", "none"), ("i_u", "1e-3"), ("schedules.ilr.power", "-0.5")])
+        {'task': {'noise': 'none'}, 'algorithm': {'i_u': 0.001}, 'run': {}, 'schedules': {'ilr': {'power': -0.5}}}
+    """
+    tables = {section: dict(tables.get(section, {})) for section in SECTIONS}
+    algorithm = _named_algorithm(tables, overrides)
+    for option, text in overrides:
+        section, *keys = locate(option, algorithm)
+        table = _table_of(tables[section], keys)
+        if text is None:
+            if section != "run" or not is_switch(keys[0]):
+                raise ValueError(f"--{option} needs a value. Write --{option} VALUE.")
+            text = "true"
+        # "none" removes a setting of the file; a task may have "none" as a value, as the noise of syntoken has.
+        if text.lower() == "none" and section != "task":
+            table.pop(keys[-1], None)
+        else:
+            table[keys[-1]] = parse_value(text)
+    return tables
+
+
+def _named_algorithm(tables: Tables, overrides: Overrides) -> Any:
+    """The algorithm that the command line names last, else the one in the tables."""
+    names = [text for option, text in overrides if SHORT.get(option, option) == "algorithm.name"]
+    return names[-1] if names else tables["algorithm"].get("name")
+
+
+def _table_of(table: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """The table that holds the last key. Tables on the way are copied, since the caller's must not change."""
+    for key in keys[:-1]:
+        below = table.get(key)
+        table[key] = dict(below) if isinstance(below, Mapping) else {}
+        table = table[key]
+    return table

@@ -1,0 +1,51 @@
+"""The section [run] of a configuration: the arguments of `simulate` that a file or the command line can set."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass
+
+import torch
+
+from tailopt.cli.setting_values import check_type
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The arguments of `simulate` that a file can hold. None where the task decides, or where it means "not"."""
+
+    rounds: int | None = None
+    nodes: int | None = None
+    local_steps: int | None = None
+    local_epochs: int | None = None
+    batch_size: int | None = None
+    weights: str | list[float] = "equal"  # or "samples", or one number per node
+    participation: float = 1.0
+    participants: int | None = None
+    sampling: str = "uniform"
+    drops: float = 0.0
+    on_drop: str = "sync"
+    projection: float | None = None
+    average: bool = False
+    guard: bool = True
+    aggregate: str = "mean"
+    engine: str = "auto"
+    device: str | None = None
+    precision: str | None = None
+    seed: int = 0
+    evaluate_every: int = 1
+    statistics: bool = False
+    checkpoint_every: int = 1
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        """Check every value against its type; the library checks ranges."""
+        for name, hint in typing.get_type_hints(RunSettings).items():
+            object.__setattr__(self, name, check_type(f"run.{name}", getattr(self, name), hint))
+        if self.device is not None and self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError(f"Invalid run.device: got {self.device!r}; torch sees no CUDA device here. Leave it out.")
+
+
+def is_switch(name: str) -> bool:
+    """Whether a setting is true or false, so that the command line may name it without a value."""
+    return typing.get_type_hints(RunSettings).get(name) is bool

@@ -1,0 +1,140 @@
+"""Names of settings: which exist, in which section, and what was probably meant by one that does not.
+
+[task]       name, preset, and the settings of the task
+[algorithm]  name, settings (paper:DATASET), and the settings of the algorithm
+[run]        the fields of `RunSettings`
+[schedules]  theory, and every setting of the algorithm
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+
+from tailopt.algorithms import ALGORITHMS, FIXED, PUBLIC, REQUIRED
+from tailopt.cli.run_settings import RunSettings
+from tailopt.cli.setting_values import dtype_as_name
+from tailopt.rules.table import INNER, OUTER
+from tailopt.tasks.table import TASKS, task
+
+SECTIONS = ("task", "algorithm", "run", "schedules")
+# Options of the command line that are short for a setting of another name.
+SHORT = {"task": "task.name", "algorithm": "algorithm.name", "model": "task.pretrained"}
+# Options of `tailopt run` that are no settings; listed here so that a misspelled one gets a suggestion.
+EXTRA_OPTIONS = ("out", "quiet", "traceback", "help")
+
+
+def section_keys(section: str) -> set[str]:
+    """The settings of a section for all tasks and algorithms; of [schedules] only what is not a setting's name."""
+    return {
+        "task": {"name", "preset", *(key for name in TASKS for key in task_settings(name))},
+        "algorithm": {"name", "settings", *algorithm_keys()},
+        "run": {field.name for field in dataclasses.fields(RunSettings)},
+        "schedules": {"theory"},
+    }[section]
+
+
+def task_settings(name: str) -> dict[str, Any]:
+    """A task's settings with their values in its preset "paper"; a torch.dtype is given by its name."""
+    instance = task(name)
+    settings = {}
+    for field in dataclasses.fields(typing.cast(Any, instance)):
+        value = getattr(instance, field.name)
+        try:
+            TASKS[name](**{field.name: value})
+        except TypeError:  # the table of tasks sets this field itself, so it is no setting
+            continue
+        if isinstance(value, bool | int | float | str | torch.dtype):
+            settings[field.name] = dtype_as_name(value)
+    return settings
+
+
+def algorithm_keys() -> set[str]:
+    """The settings of all algorithms."""
+    names = {
+        PUBLIC[level].get(key, key)
+        for level, table in (("outer", OUTER), ("inner", INNER))
+        for rule in table.values()
+        for key in (*rule.settings, *rule.options)
+    }
+    return names | {"inner_state", "send_preconditioner"}
+
+
+def algorithm_settings(name: Any) -> set[str]:
+    """The settings of one algorithm, or of all algorithms when the name is unknown.
+
+    Examples:
+        >>> sorted(algorithm_settings("avg-biclip"))
+        ['dead_zone', 'i_d', 'i_u', 'ilr', 'inner_state', 'weight_decay']
+    """
+    lowered = str(name).strip().lower()
+    pairs = {f"{outer}-{inner}": (outer, inner) for outer in OUTER for inner in INNER} | {**ALGORITHMS}
+    if lowered not in pairs:
+        return algorithm_keys()
+    levels = zip(("outer", "inner"), pairs[lowered], (OUTER, INNER), strict=True)
+    extra = {"inner_state", *REQUIRED.get(lowered, ()), *(["send_preconditioner"] if lowered == "adam2" else [])}
+    return extra | {
+        PUBLIC[level].get(key, key)
+        for level, rule, table in levels
+        for key in (*table[rule].settings, *(option for option in table[rule].options if option not in FIXED[level]))
+    }
+
+
+def check_section_key(section: str, key: str, algorithm: Any) -> None:
+    """Raise for a key that a section does not have; suggest only settings that the named algorithm has."""
+    known = section_keys(section) | (algorithm_keys() if section == "schedules" else set())
+    check_key(section, key, known, known - _of_other_algorithms(algorithm))
+
+
+def check_key(section: str, key: str, known: Collection[str], suggested: Collection[str] | None = None) -> None:
+    """Raise for a key that is not known; the message suggests the nearest ones."""
+    if key not in known:
+        near = nearest(key, known if suggested is None else suggested)
+        raise ValueError(f"Unknown setting: {section}.{key}{near} [{section}] knows {', '.join(sorted(known))}.")
+
+
+def locate(option: str, algorithm: Any) -> list[str]:
+    """Where an option of the command line belongs: its section, its key, and the keys below that one.
+
+    Examples:
+        >>> locate("ilr", "avg-sgd"), locate("schedules.ilr.power", "avg-sgd")
+        (['algorithm', 'ilr'], ['schedules', 'ilr', 'power'])
+    """
+    parts = SHORT.get(option, option).split(".")
+    if parts[0] in SECTIONS and len(parts) > 1:
+        check_section_key(parts[0], parts[1], algorithm)
+        return parts
+    homes = [section for section in SECTIONS if parts[0] in section_keys(section)]
+    if len(homes) > 1:
+        spellings = " or ".join(f"--{section}.{parts[0]}" for section in homes)
+        raise ValueError(f"Ambiguous setting: --{option} is in {' and '.join(homes)}. Write {spellings}.")
+    if not homes:
+        known = {key for section in SECTIONS for key in section_keys(section)} | {*SHORT, *EXTRA_OPTIONS}
+        near = nearest(option, known - _of_other_algorithms(algorithm))
+        raise ValueError(f"Unknown option: --{option}{near} Known: {', '.join(sorted(known))}.")
+    return [homes[0], *parts]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message that suggests the closest names: all equally close ones, as ilr and olr are to lr.
+
+    Examples:
+        >>> nearest("roundz", ["rounds", "nodes"]), nearest("lr", ["ilr", "olr"]), nearest("x", ["rounds"])
+        ("; did you mean 'rounds'?", "; did you mean 'ilr' or 'olr'?", '.')
+    """
+
+    def similarity(candidate: str) -> float:
+        return difflib.SequenceMatcher(None, candidate, name).ratio()
+
+    near = difflib.get_close_matches(name, list(known), n=5)
+    best = sorted(candidate for candidate in near if similarity(candidate) == similarity(near[0]))
+    return f"; did you mean {' or '.join(map(repr, best))}?" if best else "."
+
+
+def _of_other_algorithms(name: Any) -> set[str]:
+    return algorithm_keys() - algorithm_settings(name)
