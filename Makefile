@@ -13,7 +13,8 @@ WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 KERNEL := $(wildcard src/tailopt/native/cpu.c)
-BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
+# bits.py compares two versions and times nothing
+BENCHMARKS := $(filter-out benchmarks/bits%.py,$(sort $(wildcard benchmarks/*.py)))
 
 .PHONY: demo test lint bench docs slow gpu clean
 
