@@ -94,8 +94,8 @@ def test_the_help_of_study_names_the_presets_of_drops(capsys: pytest.CaptureFixt
 def test_whom_one_trusts_is_said_and_found() -> None:
     page = flat("docs/whom-you-trust.md")
     for said in (
-        "Nothing is encrypted, and nobody is authenticated",
-        "Whoever reaches the store's port can end the run",
+        "Nothing is encrypted, and no node is authenticated",
+        "Access to the store's port is enough to end the run",
         "Robust means protect against wrong displacements, not against a wrong owner",
         "Under torchrun this is not possible",
         "ever unpickled",
