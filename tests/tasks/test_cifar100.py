@@ -250,6 +250,17 @@ def test_accuracy_is_in_percent_and_the_mode_is_put_back(binary: Path) -> None:
     assert tiny(binary, evaluated=8)._judged()[1].shape == (8,)
 
 
+def test_a_frozen_module_keeps_its_mode_through_evaluation(binary: Path) -> None:
+    model = Seen(known=images(20, seed=1)[1])
+    model.norm = torch.nn.BatchNorm2d(3).eval()
+    tiny(binary).evaluate(model, 0)
+    assert model.training and not model.norm.training
+    broken = Seen(known=images(3)[1])  # three labels do not fit twenty images
+    with pytest.raises(RuntimeError):
+        tiny(binary).evaluate(broken, 0)
+    assert broken.training
+
+
 def test_a_model_is_a_function_of_the_seed_and_learns_its_images(binary: Path) -> None:
     made = tiny(binary, limit=8)
     first, again, other = (made.model(seed) for seed in (0, 0, 1))

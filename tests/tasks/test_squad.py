@@ -323,6 +323,14 @@ def test_a_model_that_learns_its_questions_answers_them(model: str, data: str, t
     assert result.history[-1]["loss"] < before_loss / 2
 
 
+def test_a_frozen_module_keeps_its_mode_through_evaluation(model: str, data: str) -> None:
+    made = tiny(model, data, evaluated=1)
+    llama = made.model(0).train()
+    llama.norm = torch.nn.BatchNorm1d(3).eval()
+    made.evaluate(llama, 0)
+    assert llama.training and not llama.norm.training
+
+
 def test_evaluation_takes_some_questions_and_puts_the_mode_back(model: str, data: str) -> None:
     made = tiny(model, data, judge="held-out", hold_out=0.5, evaluated=2)
     llama = made.model(0)

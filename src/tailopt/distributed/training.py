@@ -24,6 +24,7 @@ from tailopt.engines.engine import Evaluate
 from tailopt.engines.model_state import trainable
 from tailopt.engines.sequential import seed_python_and_numpy, seed_torch
 from tailopt.engines.simulate import simulate
+from tailopt.evaluation import evaluating
 from tailopt.records import history
 from tailopt.records.folder import Run, is_run
 from tailopt.records.ledger import Ledger, chained
@@ -103,13 +104,12 @@ def train(
             line = history.line({"round": row["round"], "tensors": digests(names, params)})
             ledgers[0].append(line, row["round"])
         if evaluate is not None and (row["round"] % evaluate_every == 0 or row["round"] == rounds):
-            model.eval()
-            with torch.no_grad():
+            with evaluating(model):
                 row["metrics"] = {str(key): float(value) for key, value in evaluate(model).items()}
-            model.train()
         tell(row)
 
-    model.train()
+    if not model.training:  # otherwise the modes are the user's, as in the simulation: a frozen BatchNorm stays frozen
+        model.train()
     opt = NestedOptimizer.from_algorithm(
         model,
         algorithm,

@@ -23,6 +23,7 @@ from tailopt.algorithms import Algorithm
 from tailopt.clipping.counts import Counts, Watch, tally
 from tailopt.engines.batches import BatchSource, LossFunction, batch_digest, to_device
 from tailopt.engines.model_state import ModelState, as_real
+from tailopt.evaluation import evaluating
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.hyperparameters import RuleHyperparameters
 from tailopt.rounds.participants import Participants
@@ -78,7 +79,6 @@ class Sequential:
         self._autocast_dtype = PRECISIONS[training.precision]
         if not model.training:  # otherwise the modes are the user's: a frozen BatchNorm stays frozen
             model.train()
-        self._modes = [(module, module.training) for module in model.modules()]
         self._model_state = ModelState(model)
         self.steps_done = [0] * training.batches.nodes
         self.inner_states: dict[int, list[State]] = {}
@@ -209,19 +209,16 @@ class Sequential:
     def evaluate(self, state: GlobalState, function: Callable[[torch.nn.Module], Mapping[str, Any]]) -> dict[str, Any]:
         """Return the user's metrics of the global model, in evaluation mode."""
         self.load_into_model(state)
-        self.model.eval()
         seed = derive(self._seed, "evaluate", state.round)
         seed_python_and_numpy(seed)
         seed_torch(seed, self._device)
-        with torch.no_grad():
+        with evaluating(self.model):
             metrics = function(self.model)
         if not isinstance(metrics, Mapping):
             raise TypeError(
                 f"Invalid evaluate: it returned {type(metrics).__name__}; need a mapping from names to numbers, such "
                 'as {"accuracy": 0.9}.'
             )
-        for module, training in self._modes:
-            module.training = training
         return {str(key): value.item() if isinstance(value, Tensor) else value for key, value in dict(metrics).items()}
 
     @torch.no_grad()

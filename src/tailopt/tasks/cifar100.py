@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from tailopt.evaluation import evaluating
 from tailopt.optional import missing
 from tailopt.seeds import derive, generator
 from tailopt.splits.partitions import iid
@@ -142,15 +143,13 @@ class Cifar100:
     def evaluate(self, model: torch.nn.Module, seed: int) -> Mapping[str, float]:
         """Accuracy in percent, and the loss."""
         pixels, labels = self._judged()
-        device, training, right, loss = next(model.parameters()).device, model.training, 0, 0.0
-        model.eval()
-        with torch.no_grad():
+        device, right, loss = next(model.parameters()).device, 0, 0.0
+        with evaluating(model):
             for part in torch.arange(len(labels)).split(BATCH):
                 wanted = labels[part].to(device)
                 logits = self._logits(model, pixels[part].to(device))
                 right += int((logits.argmax(1) == wanted).sum())
                 loss += float(torch.nn.functional.cross_entropy(logits, wanted, reduction="sum"))
-        model.train(training)
         return {"accuracy": 100 * right / len(labels), "loss": loss / len(labels)}
 
     def _logits(self, model: torch.nn.Module, pixels: Tensor) -> Tensor:

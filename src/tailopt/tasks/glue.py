@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
+from tailopt.evaluation import evaluating
 from tailopt.optional import missing
 from tailopt.seeds import generator
 from tailopt.splits.partitions import iid
@@ -220,14 +221,8 @@ def predicted(model: torch.nn.Module, inputs: Sequence[Tensor]) -> Tensor:
     """What a model says about many samples, in their order, without dropout; on the CPU."""
     device = next(model.parameters()).device
     order = inputs[1].sum(1).argsort()  # neighbours of one length need little padding
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            found = [logits(model, [part[some].to(device) for part in inputs]).cpu() for some in order.split(BATCH)]
-    finally:
-        for module, training in modes:
-            module.training = training
+    with evaluating(model):
+        found = [logits(model, [part[some].to(device) for part in inputs]).cpu() for some in order.split(BATCH)]
     return torch.cat(found).float()[order.argsort()]
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
+from tailopt.evaluation import evaluating
 from tailopt.splits.partitions import iid
 from tailopt.tasks import pretrained, texts
 from tailopt.tasks.task import JUDGES, Defaults
@@ -259,17 +260,11 @@ def total(model: torch.nn.Module, blocks: texts.Blocks, vocabulary: int) -> floa
     """The sum of the negative log-likelihoods of all predicted tokens, without dropout."""
     device = next(model.parameters()).device
     at_once = LOGITS.get(device.type, LOGITS["cpu"]) // (vocabulary * blocks.ids.shape[1])
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            parts = [
-                negative_log_likelihood(model, blocks.ids[some].to(device), blocks.counts[some].to(device), "sum")
-                for some in torch.arange(len(blocks)).split(min(64, max(1, at_once)))
-            ]
-    finally:
-        for module, training in modes:
-            module.training = training
+    with evaluating(model):
+        parts = [
+            negative_log_likelihood(model, blocks.ids[some].to(device), blocks.counts[some].to(device), "sum")
+            for some in torch.arange(len(blocks)).split(min(64, max(1, at_once)))
+        ]
     return float(torch.stack(parts).double().sum())
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from tailopt.evaluation import evaluating
 from tailopt.optional import missing
 from tailopt.seeds import generator
 from tailopt.splits.partitions import iid
@@ -143,16 +144,12 @@ class Squad:
         which = "held-out" if self.judge == "held-out" else "validation"
         encoded, some = self._encoded(which), self._chosen(which, self.evaluated)
         some = some[encoded.sizes[some].argsort()]  # neighbours of one length need little padding
-        device, training = next(model.parameters()).device, model.training
+        device = next(model.parameters()).device
         texts: list[str] = []
-        model.eval()
-        try:
-            with torch.no_grad():
-                for part in some.split(BATCH):
-                    batch = tuple(c[part].to(device) for c in (encoded.tokens, encoded.sizes, encoded.answers))
-                    texts += self._generated(model, *batch)
-        finally:
-            model.train(training)
+        with evaluating(model):
+            for part in some.split(BATCH):
+                batch = tuple(c[part].to(device) for c in (encoded.tokens, encoded.sizes, encoded.answers))
+                texts += self._generated(model, *batch)
         return score(texts, [encoded.rows[i].answers for i in some.tolist()])
 
     def _generated(self, model: torch.nn.Module, numbers: Tensor, sizes: Tensor, answers: Tensor) -> list[str]:

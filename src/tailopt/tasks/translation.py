@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import importlib
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from tailopt.evaluation import evaluating
 from tailopt.optional import missing
 from tailopt.seeds import generator
 from tailopt.splits.partitions import iid
@@ -234,7 +234,7 @@ class Translation:
         device, pad = next(model.parameters()).device, _pad(model)
         order = (sources != pad).sum(1).argsort(stable=True)  # neighbours of one length need little padding
         texts, losses, counts = [""] * len(sources), 0.0, 0
-        with _evaluating(model):
+        with evaluating(model):
             for some in order.split(BATCH):
                 rows = sources[some, : tokens.trimmed(sources[some] != pad)].long().to(device)
                 made = model.generate(  # type: ignore[operator]
@@ -314,18 +314,6 @@ def _loss(model: torch.nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
 def _pad(model: torch.nn.Module) -> int:
     return int(model.config.pad_token_id)  # type: ignore[union-attr, arg-type]
-
-
-@contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 # ---- metrics ----
