@@ -19,6 +19,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from tailopt.arguments import check_counts, is_number
+
 
 def convex_bound(
     T: int,
@@ -77,13 +79,11 @@ def _sum(T: int, p: float) -> float:
 
 
 def _check(T: int, z: int, constants: Mapping[str, float], synchronised: bool) -> None:
-    for name, count in (("T", T), ("z", z)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"Invalid {name}: {count!r}; need a whole number, 1 or more.")
+    check_counts(T=T, z=z)
     for name, value in constants.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-        if not number or (value == 0 and name not in ("M", "B")):  # without noise B is 0
-            low = "<=" if name in ("M", "B") else "<"
+        zero_allowed = name in ("M", "B")  # without noise B is 0
+        if not (is_number(value) and 0 <= value < math.inf) or (value == 0 and not zero_allowed):
+            low = "<=" if zero_allowed else "<"
             raise ValueError(f"Invalid {name}: {value!r}; need 0 {low} {name} < inf.")
     mu, L, r = constants["mu"], constants["L"], constants["r"]
     if mu > L:

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from tailopt.arguments import check_counts, is_number, whole_number
+
 Per: TypeAlias = Literal["round", "step"]
 Setting: TypeAlias = float | Tensor | Mapping[str, float | Tensor]
 
@@ -205,7 +207,7 @@ class Warmup(Schedule):
     def __post_init__(self) -> None:
         """Refuse an empty line, or one that begins above 1."""
         _check_per(self.per)
-        _check_length("length", self.length)
+        check_counts(length=self.length)
         if not 0 <= self.start <= 1:
             raise ValueError(f"Invalid start: got {self.start}; need 0 <= start <= 1.")
 
@@ -225,7 +227,7 @@ class Cosine(Schedule):
     def __post_init__(self) -> None:
         """Refuse an empty curve, or one that rises."""
         _check_per(self.per)
-        _check_length("total", self.total)
+        check_counts(total=self.total)
         if not 0 <= self.floor <= 1:
             raise ValueError(f"Invalid floor: got {self.floor}; need 0 <= floor <= 1.")
 
@@ -303,10 +305,8 @@ class FromTorch(Schedule):
 
 
 def check_time(t: int) -> int:
-    """T itself, if it is a whole number from 1."""
-    if isinstance(t, bool) or not isinstance(t, int) or t < 1:
-        raise ValueError(f"Invalid t: got {t!r}; need a whole number from 1. Rounds and steps count from 1.")
-    return t
+    """Return the number of a round or of a step, which is a whole number of 1 or more."""
+    return whole_number("t", t, low=1, hint="Rounds and steps count from 1.")
 
 
 def _check_per(found: str) -> None:
@@ -314,13 +314,8 @@ def _check_per(found: str) -> None:
         raise ValueError(f"Invalid per: got {found!r}; need 'round' or 'step'.")
 
 
-def _check_length(name: str, length: int) -> None:
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise ValueError(f"Invalid {name}: got {length!r}; need a whole number from 1.")
-
-
 def _check_number(number: object, setting: str, t: int, what: str = "value") -> None:
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
+    if not is_number(number):
         raise TypeError(f"Invalid schedule of {setting} at t={t}: {what} {number!r}; need a number, finite and >= 0.")
     if not 0 <= number < math.inf:
         raise ValueError(f"Invalid schedule of {setting} at t={t}: {what} {number}; need a finite number >= 0.")

@@ -130,7 +130,7 @@ def test_numbers_of_nodes(nodes: int) -> None:
 
 @pytest.mark.parametrize("size", [0, 1 << 31, 1e6])
 def test_sizes_of_disks(size: int) -> None:
-    with pytest.raises(ValueError, match=r"Invalid size: .*; need a number of bytes from 64 KiB to 1 GiB"):
+    with pytest.raises(ValueError, match=r"Invalid size: .*; need .* It is a number of bytes from 64 KiB to 1 GiB"):
         faults.Disk(size)
 
 

@@ -155,9 +155,9 @@ def test_digests_tell_everything_apart() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"round": -1}, ValueError, "Invalid round: got -1; need an int of 0 or more"),
+        ({"round": -1}, ValueError, "Invalid round: got -1; need a whole number, 0 or more"),
         ({"round": True}, ValueError, "Invalid round: got True"),
-        ({"step": 0}, ValueError, "Invalid step: got 0; need an int of 1 or more"),
+        ({"step": 0}, ValueError, "Invalid step: got 0; need a whole number, 1 or more"),
         ({"shards": 0}, ValueError, "Invalid shards: got 0"),
         ({"nodes": {-1: {}}}, ValueError, "Invalid node: got -1"),
         ({"nodes": {2: {"m": 3.0}}}, TypeError, r"nodes\[2\]\.m is a float; need a tensor"),

@@ -498,7 +498,7 @@ class Unsized(Dataset):
         (
             lambda: NodeData(pairs(3), 2, 0, None),
             ValueError,
-            "got None; need an integer >= 1 for the dataset of node 2",
+            "got None; need a whole number, 1 or more, for the dataset of node 2",
         ),
         (lambda: NodeData(pairs(3), 2, 0, 0), ValueError, "Invalid batch_size: got 0"),
         (lambda: NodeData(pairs(3), 2, 0, 2.0), ValueError, "Invalid batch_size: got 2.0"),

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
+from tailopt.arguments import whole_number
 from tailopt.faults.spaces import Space
 
 BALLAST = ".ballast"
@@ -38,8 +39,7 @@ class Disk:
     """
 
     def __init__(self, size: int = 16 << 20) -> None:
-        if isinstance(size, bool) or not isinstance(size, int) or not 1 << 16 <= size <= MOST:
-            raise ValueError(f"Invalid size: {size!r}; need a number of bytes from 64 KiB to 1 GiB.")
+        whole_number("size", size, low=1 << 16, high=MOST, hint="It is a number of bytes from 64 KiB to 1 GiB.")
         self._point = tempfile.mkdtemp(prefix="tailopt-disk-")
         try:
             mount = f"mount -t tmpfs -o size={size},mode=700 tailopt {shlex.quote(self._point)}"

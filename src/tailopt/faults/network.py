@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 from types import TracebackType
 
+from tailopt.arguments import whole_number
 from tailopt.faults.spaces import Space, run
 
 CABLE = "TAILOPT_CABLE"
@@ -37,9 +38,7 @@ class Network:
     """
 
     def __init__(self, nodes: int) -> None:
-        if isinstance(nodes, bool) or not isinstance(nodes, int) or not 1 <= nodes <= 250:
-            raise ValueError(f"Invalid nodes: {nodes!r}; need a whole number from 1 to 250.")
-        self.nodes = nodes
+        self.nodes = whole_number("nodes", nodes, low=1, high=250)
         self._spaces: list[Space] = []
         try:
             self._build()

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tailopt.arguments import whole_number
 from tailopt.records import disk
 from tailopt.records.history import decode, encode, known
 from tailopt.records.ledger import Stamp
@@ -130,10 +131,9 @@ def save(
         {3: {'steps': tensor(60)}}
     """
     name = folder_name(round, step)
-    if type(shards) is not int or shards < 1:
-        raise ValueError(f"Invalid shards: got {shards!r}; need an int of 1 or more. Leave it out for one file.")
-    if strange := [node for node in nodes or {} if type(node) is not int or node < 0]:
-        raise ValueError(f"Invalid node: got {strange[0]!r}; need an int of 0 or more. Number the nodes from 0.")
+    whole_number("shards", shards, low=1, hint="Leave it out for one file.")
+    for node in nodes or {}:
+        whole_number("node", node, low=0, hint="Number the nodes from 0.")
     shared = plain(tensors, "tensors")
     own = {node: plain((nodes or {})[node], f"nodes[{node}]") for node in sorted(nodes or {})}
     plain_meta = encode(dict(meta or {}), "meta")
@@ -261,8 +261,7 @@ def prune(run_folder: str | os.PathLike[str], keep: int) -> None:
     The newest at the end of a round stays too, however many in the middle of one came after it: another number of
     nodes can go on from nothing else.
     """
-    if type(keep) is not int or keep < 1:
-        raise ValueError(f"Invalid keep: got {keep!r}; need an int of 1 or more. Keep at least the newest.")
+    whole_number("keep", keep, low=1, hint="Keep at least the newest.")
     parent = Path(run_folder) / FOLDER
     paths = in_order(parent)
     for path in paths:
@@ -296,14 +295,10 @@ def at(path: Path) -> tuple[int, int]:
 
 def folder_name(round: int, step: int | None) -> str:
     """The name of a checkpoint."""
-    if type(round) is not int or round < 0:
-        raise ValueError(
-            f"Invalid round: got {round!r}; need an int of 0 or more. Pass the number of completed rounds."
-        )
+    whole_number("round", round, low=0, hint="Pass the number of completed rounds.")
     if step is None:
         return f"round-{round:06d}"
-    if type(step) is not int or step < 1:
-        raise ValueError(f"Invalid step: got {step!r}; need an int of 1 or more. Leave it out at the end of a round.")
+    whole_number("step", step, low=1, hint="Leave it out at the end of a round.")
     return f"round-{round:06d}-step-{step:04d}"
 
 

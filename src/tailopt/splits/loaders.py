@@ -33,8 +33,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from tailopt.arguments import whole_number
 from tailopt.seeds import derive, generator
-from tailopt.splits.partitions import whole_number
 
 Data = Dataset[Any] | DataLoader[Any] | Sequence[Any]
 
@@ -70,9 +70,9 @@ class NodeData:
     """
 
     def __init__(self, data: Data, node: int, seed: int, batch_size: int | None, drop_last: bool = False) -> None:
-        self.node, self.seed = whole_number("node", node, 0), seed
+        self.node, self.seed = whole_number("node", node, low=0, convert=True), seed
         if batch_size is not None:
-            batch_size = whole_number("batch_size", batch_size, 1)
+            batch_size = whole_number("batch_size", batch_size, low=1, convert=True)
         loader = data if isinstance(data, DataLoader) else self._loader(data, batch_size, drop_last)
         self.own_order = _own_order(loader)
         self.batch_size = self._agreed_size(loader, batch_size)
@@ -117,7 +117,7 @@ class NodeData:
         """The samples of one batch: positions in the dataset, in the order in which they are read."""
         if not self.repeatable:
             raise RuntimeError(f"Node {self.node} reads {self.own_order}: the samples of a batch are not known.")
-        done, span = self._span(whole_number("number", number, 0))
+        done, span = self._span(whole_number("number", number, low=0, convert=True))
         return self._shuffled(done)[0][span]
 
     def batches(self, start: int, count: int) -> Iterator[Any]:
@@ -125,7 +125,8 @@ class NodeData:
 
         Data with an order of its own can only go on: `start` must be the number of the next batch, else RuntimeError.
         """
-        start, count = whole_number("start", start, 0), whole_number("count", count, 0)
+        start = whole_number("start", start, low=0, convert=True)
+        count = whole_number("count", count, low=0, convert=True)
         if not self.repeatable:
             if start != self._position:
                 raise RuntimeError(
@@ -146,7 +147,9 @@ class NodeData:
                 "__getitem__, an IterableDataset or a DataLoader."
             )
         if batch_size is None:
-            raise ValueError(f"Invalid batch_size: got None; need an integer >= 1 for the dataset of node {self.node}.")
+            raise ValueError(
+                f"Invalid batch_size: got None; need a whole number, 1 or more, for the dataset of node {self.node}."
+            )
         return DataLoader(data, batch_size=batch_size, drop_last=drop_last)
 
     def _agreed_size(self, loader: DataLoader[Any], batch_size: int | None) -> int | None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
+from tailopt.arguments import whole_number
 from tailopt.seeds import generator
 
 Parts = Sequence[Tensor] | Mapping[Any, Tensor]
@@ -84,7 +85,7 @@ def dirichlet(
         [[17, 17], [17, 17], [16, 16]]
     """
     classes = _positions(_values(labels, "labels"), "labels")
-    at_least = whole_number("at_least", at_least, 1)
+    at_least = whole_number("at_least", at_least, low=1, convert=True)
     _, nodes = _check_counts(sum(map(len, classes.values())), nodes, at_least)
     if not 0 < alpha < math.inf:
         raise ValueError(f"Invalid alpha: got {alpha}; need 0 < alpha < inf. For even mixtures use iid.")
@@ -142,19 +143,9 @@ def subsets(dataset: Dataset[_T] | Sequence[_T], parts: Parts) -> list[Subset[_T
     return [Subset(cast("Dataset[_T]", dataset), own) for own in numbers]
 
 
-def whole_number(name: str, value: Any, low: int) -> int:
-    """`value` as an int, or a ValueError that says what is needed."""
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or number < low:
-        raise ValueError(f"Invalid {name}: got {value!r}; need an integer >= {low}.")
-    return number
-
-
 def _check_counts(samples: int, nodes: int, at_least: int = 1) -> tuple[int, int]:
-    samples, nodes = whole_number("samples", samples, 1), whole_number("nodes", nodes, 1)
+    samples = whole_number("samples", samples, low=1, convert=True)
+    nodes = whole_number("nodes", nodes, low=1, convert=True)
     if nodes * at_least > samples:
         need = "at least one sample" if at_least == 1 else f"at least {at_least} samples"
         raise ValueError(
