@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tailopt.optional import DISTRIBUTION, missing
+from tailopt.optional import DISTRIBUTION, missing, require
 
 ROOT = Path(__file__).parents[1]
 METADATA = f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 0.1.0\nProvides-Extra: runs\n"
@@ -95,6 +95,18 @@ def test_pip_is_that_of_this_interpreter(tmp_path: Path, monkeypatch: pytest.Mon
     other.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert f"{sys.executable} -m pip install " in str(missing("It needs x", "x", "runs"))
+
+
+def test_a_module_of_a_missing_package_is_asked_for_by_the_name_at_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert require("json.decoder", "It needs json", extra="runs").JSONDecodeError is json.JSONDecodeError
+    monkeypatch.setitem(sys.modules, "not_there", None)
+    for package, words in ((None, "not-there"), ("one two", "one two")):
+        monkeypatch.setattr("tailopt.optional._origin", lambda: None)
+        with pytest.raises(ImportError, match=f"^It needs more: .*pip install {words}$"):
+            require("not_there.inside", "It needs more", extra="runs", package=package)
+        monkeypatch.setattr("tailopt.optional._origin", lambda: (Path("/here"), True))
+        with pytest.raises(ImportError, match=r"^It needs more: .*pip install -e '/here\[runs\]'$"):
+            require("not_there.inside", "It needs more", extra="runs", package=package)
 
 
 def test_there_is_one_place_that_says_how_to_install() -> None:

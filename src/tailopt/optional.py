@@ -1,37 +1,56 @@
-"""Packages that only some of this library needs: what to say where one is missing.
+"""Packages that only some of this library needs: import one, or raise an error with the command that installs it.
 
-    raise missing("Figures need matplotlib", "matplotlib", "studies") from None
+    matplotlib = require("matplotlib", "Figures need matplotlib", extra="studies")
 
-The command that is shown works where this package came from: a checkout or a wheel on this machine can be installed
-again with an extra; otherwise the missing package is named itself, because an index may not have this one.
+The command depends on how this library was installed. A checkout or a wheel on this machine can be installed again with
+an extra; otherwise the command installs the missing package itself, because an index may not have this library.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 DISTRIBUTION = "tailopt-torch"
 
 
-def missing(what: str, package: str, extra: str) -> ImportError:
-    """The error for a package that is not installed.
+def require(module: str, sentence: str, extra: str, package: str | None = None) -> Any:
+    """Import a module of an optional package.
 
     Args:
-        what: what needs which package, as a sentence without its end.
-        package: the package's name at the index, several with a space between them.
-        extra: the extra of this project that has it.
+        module: its dotted name, such as "PIL.Image".
+        sentence: who needs which package, without a full stop; the error message begins with it.
+        extra: the extra of this project that has the package.
+        package: the name of the package at the index, where it differs from the first part of the module's name;
+            several names are separated by spaces.
+
+    Raises:
+        ImportError: the package is missing; the message ends with the command that installs it.
+
+    Examples:
+        >>> require("json", "Records need json", extra="runs").dumps([1])
+        '[1]'
     """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise missing(sentence, package or module.partition(".")[0].replace("_", "-"), extra) from error
+
+
+def missing(what: str, package: str, extra: str) -> ImportError:
+    """Return the error for a package that is not installed; `require` describes the arguments."""
     return ImportError(f"{what}: {install_command(package, extra)}")
 
 
 def install_command(package: str, extra: str) -> str:
-    """A command that installs the package, for the environment of this interpreter."""
+    """Return a command that installs the package into the environment of this interpreter."""
     origin = _origin()
     if origin is None:
         return f"{_pip()} install {package}"
@@ -40,15 +59,15 @@ def install_command(package: str, extra: str) -> str:
 
 
 def _pip() -> str:
-    """pip by its short name where that is the one of this interpreter: without an activated environment it is not."""
-    found = shutil.which("pip")
-    if found is not None and Path(found).parent == Path(sys.executable).parent:
+    """Return `pip` where that belongs to this interpreter; without an activated environment it does not."""
+    program = shutil.which("pip")
+    if program is not None and Path(program).parent == Path(sys.executable).parent:
         return "pip"
     return f"{shlex.quote(sys.executable)} -m pip"
 
 
 def _origin() -> tuple[Path, bool] | None:
-    """The checkout or wheel on this machine that was installed, and whether editable; None where there is none."""
+    """Return the checkout or wheel on this machine that was installed, and whether editable; None without one."""
     from importlib import metadata  # here: it takes milliseconds, and `import tailopt` never needs it
 
     try:
@@ -58,7 +77,7 @@ def _origin() -> tuple[Path, bool] | None:
     origin = json.loads(recorded) if recorded else {}
     address = urlsplit(origin.get("url", ""))
     path = Path(url2pathname(address.path))
-    there = path.is_file() or (path / "pyproject.toml").is_file()
-    if address.scheme != "file" or not there or "vcs_info" in origin:
+    exists = path.is_file() or (path / "pyproject.toml").is_file()
+    if address.scheme != "file" or not exists or "vcs_info" in origin:
         return None
     return path, bool(origin.get("dir_info", {}).get("editable"))

@@ -5,7 +5,6 @@ Ranges are not checked here: the library function that uses a setting checks its
 
 from __future__ import annotations
 
-import importlib
 import sys
 import types
 import typing
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tailopt.optional import missing
+from tailopt.optional import require
 
 _TYPE_WORDS = {int: "a whole number", float: "a number", str: "a word", bool: "true or false", types.NoneType: "none"}
 # Settings of an algorithm that are not plain numbers.
@@ -58,11 +57,7 @@ def parse_value(text: str) -> Any:
 def parse_toml(text: str) -> dict[str, Any]:
     """Parse a TOML document; raises ValueError for text that is not TOML."""
     package = "tomllib" if sys.version_info >= (3, 11) else "tomli"
-    try:
-        toml = importlib.import_module(package)
-    except ImportError as error:
-        raise missing(f"The command line needs {package}", package, "runs") from error
-    document: dict[str, Any] = toml.loads(text)
+    document: dict[str, Any] = require(package, f"The command line needs {package}", extra="runs").loads(text)
     return document
 
 

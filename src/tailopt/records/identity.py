@@ -16,7 +16,6 @@ were there, which hold no id, and the chain of the rows that were there.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from tailopt.optional import missing
+from tailopt.optional import require
 from tailopt.records import checkpoints, disk, history
 from tailopt.records.ledger import Chain, Stamp
 from tailopt.records.seals import DamagedRecord, seal, sealed, unsealed
@@ -310,11 +309,9 @@ def _flat(value: Mapping[str, Any], ahead: str = "") -> dict[str, Any]:
 
 
 def needed(package: str) -> ModuleType:
-    """A package that only records need."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise missing(f"Run folders need {package}", package.replace("_", "-"), "runs") from error
+    """Import a package that only records need."""
+    module: ModuleType = require(package, f"Run folders need {package}", extra="runs")
+    return module
 
 
 # Checkpoints

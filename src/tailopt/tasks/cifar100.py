@@ -8,7 +8,6 @@ model from scratch sees 32 by 32 pixels in square patches. Files that have to be
 
 from __future__ import annotations
 
-import importlib
 import io
 import tarfile
 import zipfile
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from tailopt.evaluation import evaluating
-from tailopt.optional import missing
+from tailopt.optional import require
 from tailopt.seeds import derive, generator
 from tailopt.splits.partitions import iid
 from tailopt.tasks import files, pretrained
@@ -340,10 +339,7 @@ def _of_hub(name: str, split: str) -> Split:
 
 
 def _image(content: bytes) -> Any:
-    try:
-        images = importlib.import_module("PIL.Image")
-    except ImportError:
-        raise missing("Images need pillow", "pillow", "studies") from None
+    images = require("PIL.Image", "Images need pillow", extra="studies", package="pillow")
     return images.open(io.BytesIO(content))
 
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tailopt.optional import missing
+from tailopt.optional import require
 
 ENDINGS = ("", ".gz", ".xz")
 
@@ -125,10 +125,7 @@ def reachable() -> bool:
 
 def hub(name: str, *configuration: str, split: str, **options: Any) -> Any:
     """A split of a data set of the hub; options are those of `datasets.load_dataset`, such as revision."""
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError:
-        raise missing("Data by public name need datasets", "datasets", "studies") from None
+    datasets = require("datasets", "Data by public name need datasets", extra="studies")
     if not reachable():  # what was fetched before will do; the switch of both packages is read at every call
         datasets.config.HF_HUB_OFFLINE = True
         importlib.import_module("huggingface_hub").constants.HF_HUB_OFFLINE = True

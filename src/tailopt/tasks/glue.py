@@ -9,7 +9,6 @@ do, and `found` says what was there. Classes have the numbers that the hub gives
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,7 +21,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
 from tailopt.evaluation import evaluating
-from tailopt.optional import missing
+from tailopt.optional import require
 from tailopt.seeds import generator
 from tailopt.splits.partitions import iid
 from tailopt.tasks import files, pretrained, tokens
@@ -246,10 +245,7 @@ def score(metric: str, truth: Tensor, guesses: Tensor) -> float:
 
 
 def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise missing("The metrics need scikit-learn and scipy", "scikit-learn scipy", "studies") from None
+    return require(name, "The metrics need scikit-learn and scipy", "studies", package="scikit-learn scipy")
 
 
 @dataclass(frozen=True)

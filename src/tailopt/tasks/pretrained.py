@@ -6,7 +6,6 @@ classifier's head) is drawn from the seed. Nothing that is loaded may bring code
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tailopt.optional import missing
+from tailopt.optional import require
 from tailopt.seeds import derive
 from tailopt.tasks.files import reachable
 
@@ -29,11 +28,8 @@ KINDS = {
 
 
 def transformers() -> Any:
-    """The package; where it is missing, how to get it."""
-    try:
-        return importlib.import_module("transformers")
-    except ImportError:
-        raise missing("This task needs transformers", "transformers", "studies") from None
+    """Import the package transformers."""
+    return require("transformers", "This task needs transformers", extra="studies")
 
 
 def tokenizer(source: str) -> Any:

@@ -13,7 +13,6 @@ Rows are padded on the left: answers then end in the same column, and only the l
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from tailopt.evaluation import evaluating
-from tailopt.optional import missing
+from tailopt.optional import require
 from tailopt.seeds import generator
 from tailopt.splits.partitions import iid
 from tailopt.tasks import files, pretrained, tokens
@@ -188,10 +187,8 @@ def score(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> dict[str, f
         >>> score(["the Eiffel tower!", "of 1889"], [["Eiffel Tower"], ["the year 1889", "in the year of 1889"]])
         {'exact_match': 50.0, 'f1': 83.33333587646484}
     """
-    try:
-        squad = importlib.import_module("torchmetrics.functional.text.squad").squad
-    except ImportError:
-        raise missing("Exact match and F1 need torchmetrics", "torchmetrics", "studies") from None
+    module = "torchmetrics.functional.text.squad"
+    squad = require(module, "Exact match and F1 need torchmetrics", extra="studies").squad
     given = [{"id": str(i), "prediction_text": text} for i, text in enumerate(texts)]
     known = [
         {"id": str(i), "answers": {"text": list(several), "answer_start": [0] * len(several)}}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tailopt.optional import missing
+from tailopt.optional import require
 from tailopt.records import disk
 
 
@@ -30,16 +30,13 @@ def cached(made: Callable[[], Mapping[str, Tensor]], *parts: Any) -> dict[str, T
     Args:
         parts: everything that it depends on: texts (also many of them), numbers, the tokenizer's `fingerprint`.
     """
-    try:
-        from safetensors.torch import load, save
-    except ImportError:
-        raise missing("Tokenised data need safetensors", "safetensors", "studies") from None
+    safetensors = require("safetensors.torch", "Tokenised data need safetensors", extra="studies")
     path = cache() / "tokens" / f"{digest(*parts)}.safetensors"
     if path.is_file():
-        return dict(load(path.read_bytes()))
+        return dict(safetensors.load(path.read_bytes()))
     found = {name: value.contiguous() for name, value in made().items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    disk.replace(path, save(found))
+    disk.replace(path, safetensors.save(found))
     return found
 
 

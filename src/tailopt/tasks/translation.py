@@ -9,7 +9,6 @@ Files may be parts of the public sets; `found` says which there were and what ea
 
 from __future__ import annotations
 
-import importlib
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from tailopt.evaluation import evaluating
-from tailopt.optional import missing
+from tailopt.optional import require
 from tailopt.seeds import generator
 from tailopt.splits.partitions import iid
 from tailopt.tasks import files, pretrained, tokens
@@ -320,17 +319,11 @@ def _pad(model: torch.nn.Module) -> int:
 
 
 def _bleu() -> Any:
-    try:
-        return importlib.import_module("sacrebleu").BLEU(tokenize="13a")
-    except ImportError:
-        raise missing("BLEU needs sacrebleu", "sacrebleu", "studies") from None
+    return require("sacrebleu", "BLEU needs sacrebleu", extra="studies").BLEU(tokenize="13a")
 
 
 def _nltk(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise missing("METEOR needs nltk", "nltk", "studies") from None
+    return require(name, "METEOR needs nltk", extra="studies")
 
 
 class NoSynonyms:
@@ -343,8 +336,7 @@ class NoSynonyms:
 
 def wordnet() -> Any:
     """NLTK's WordNet; where its data are missing, how to get them."""
-    _nltk("nltk")
-    reader = importlib.import_module("nltk.corpus").wordnet
+    reader = _nltk("nltk.corpus").wordnet
     try:
         reader.ensure_loaded()
     except LookupError:
