@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 import tailopt
+from tailopt.clipping.kernels.kernel import Batch
 from tailopt.clipping.reference import Coordinates, Step
-from tailopt.clipping.update import KERNELS, Batch
+from tailopt.clipping.update import KERNELS
 from tailopt.native import library as native
 
 RESULTS = Path(__file__).with_name("RESULTS.md")

@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 import tailopt
 from tailopt import BiClip, L2Clip, biclip, biclip_l2, l2clip
+from tailopt.clipping.kernels.kernel import Batch
 from tailopt.clipping.reference import Coordinates, Step
-from tailopt.clipping.update import KERNELS, Batch
+from tailopt.clipping.update import KERNELS
 from tailopt.native.library import loaded
 
 PAGE = Path(__file__).parents[1] / "docs" / "support-matrix.md"

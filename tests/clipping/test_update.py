@@ -15,8 +15,9 @@ from torch import Tensor
 from tailopt.clipping import reference
 from tailopt.clipping import update as updates
 from tailopt.clipping.counts import Watch
+from tailopt.clipping.kernels.kernel import Batch
 from tailopt.clipping.reference import Coordinates, Rescaled, Step
-from tailopt.clipping.update import CHUNK, KERNELS, Batch, update, which
+from tailopt.clipping.update import CHUNK, KERNELS, update, which
 from tailopt.native import library as native
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -118,7 +119,7 @@ def test_every_instruction_set_and_thread_count_agree(dtype: torch.dtype) -> Non
     library = native.loaded()
     assert library is not None
     pairs = [(special(n, dtype, n), special(n, dtype, n + 1)) for n in (5, 1000, 70_000, 200_001)]
-    row = updates._row(STEPS["decay"], torch.float64 if dtype == torch.float64 else torch.float32)
+    row = updates.step_row(STEPS["decay"], torch.float64 if dtype == torch.float64 else torch.float32)
     seen = []
     for variant in library.variants:
         for threads in (1, 2, 3):
@@ -242,28 +243,3 @@ def test_watching_counts_the_same_in_every_kernel() -> None:
     for name in ("elements", "zero", "below", "above", "nonfinite", "largest", "octaves", "logs"):
         assert getattr(seen[0], name) == getattr(seen[1], name), name
     assert math.isclose(seen[0].squares, seen[1].squares, rel_tol=1e-12)
-
-
-@pytest.mark.parametrize("without_guards", [False, True])
-def test_a_roster_notices_whatever_changes_between_steps(without_guards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strides at the same address, another type, another size, a swapped tensor; with torch's comparison or not."""
-    if without_guards:
-        monkeypatch.setattr(updates, "_comparison", lambda tensors: None)
-    roster, how = updates.Roster(), Step(Coordinates(0.5, 0.1), lr=0.1)
-    generator = torch.Generator().manual_seed(0)
-    p = torch.randn(6, 4, generator=generator)
-
-    def steps(p: Tensor, g: Tensor) -> None:
-        expected = reference.step(p, g, how)
-        update([Batch([p], [g], how)], None, roster)
-        assert torch.equal(p, expected)
-
-    for _ in range(2):
-        steps(p, torch.randn(6, 4, generator=generator))
-    flipped = p.view(4, 6).t()  # the same address and size
-    for _ in range(2):
-        steps(flipped, torch.randn(6, 4, generator=generator))
-        steps(p, torch.randn(4, 6, generator=generator).t())
-    steps(p.double(), torch.randn(6, 4, generator=generator).double())
-    steps(torch.randn(24, generator=generator), torch.randn(24, generator=generator))
-    steps(p, torch.randn(6, 4, generator=generator))

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import tailopt
+from tailopt.clipping.kernels.kernel import Batch
 from tailopt.clipping.reference import Coordinates, Step
-from tailopt.clipping.update import KERNELS, Batch
+from tailopt.clipping.update import KERNELS
 
 pytestmark = [
     pytest.mark.gpu,

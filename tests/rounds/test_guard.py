@@ -21,7 +21,7 @@ import tailopt
 from tailopt.clipping.operators import arithmetic
 from tailopt.native import library
 from tailopt.rounds.guard import Bound, Exclusion, _farthest, _ulp_squares, bound, check_displacement
-from tailopt.rules.rule import Numbers, Rule, State
+from tailopt.rules.rule import Hyperparameters, Rule, State
 from tailopt.rules.table import INNER
 from tailopt.rules.torch_optim import torch_rule
 
@@ -66,7 +66,7 @@ def gradients(kind: str, start: Sequence[Tensor], seed: int, k: int, betas: tupl
     return found
 
 
-def moved(rule: Rule, start: Sequence[Tensor], steps: Sequence[Numbers], kind: str, seed: int) -> list[Tensor]:
+def moved(rule: Rule, start: Sequence[Tensor], steps: Sequence[Hyperparameters], kind: str, seed: int) -> list[Tensor]:
     """What an honest node sends."""
     params, states = [x.clone() for x in start], [State() for _ in start]
     for k, numbers in enumerate(steps):

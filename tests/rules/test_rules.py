@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tailopt
-from tailopt.rules.rule import Rule, State, listed, of, product
+from tailopt.rules.rule import Rule, State, as_list, per_param, product
 from tailopt.rules.table import INNER, OUTER
 from tailopt.rules.torch_optim import torch_rule
 
@@ -598,8 +598,8 @@ def test_a_class_has_its_keywords_for_options() -> None:
 
 
 def test_numbers_of_parameters() -> None:
-    assert (of([1.0, 2.0], 1), of(3.0, 1)) == (2.0, 3.0)
-    assert (listed([1.0], 1), listed(2.0, 3)) == ([1.0], [2.0, 2.0, 2.0])
+    assert (per_param([1.0, 2.0], 1), per_param(3.0, 1)) == (2.0, 3.0)
+    assert (as_list([1.0], 1), as_list(2.0, 3)) == ([1.0], [2.0, 2.0, 2.0])
     assert product(2.0, 3.0) == 6.0
     assert product([1.0, 2.0], 3.0, [1.0, 10.0]) == [3.0, 60.0]
 
@@ -611,38 +611,38 @@ def test_numbers_of_parameters() -> None:
     sizes=st.lists(st.floats(-30, 30), min_size=1, max_size=25),
     kind=st.sampled_from([True, False]),
 )
-def test_adam_never_moves_beyond_its_reach(beta1: float, beta2: float, sizes: list[float], kind: bool) -> None:
+def test_adam_never_moves_beyond_its_step_bound(beta1: float, beta2: float, sizes: list[float], kind: bool) -> None:
     """For gradients 2^s, which come nearest to it; float64."""
     rule = INNER["adam"]
     numbers = {"lr": 0.1, "eps": 0.0, "betas": (beta1, beta2), "bias_correction": kind}
-    reach = rule.reach(numbers)
-    assert (reach is None) == (beta1**2 >= beta2)
-    if reach is None:
+    bound = rule.step_bound(numbers)
+    assert (bound is None) == (beta1**2 >= beta2)
+    if bound is None:
         return
     x, state = torch.zeros(1, dtype=torch.float64), State()
     for size in sizes:
         before = x.clone()
         rule.step([x], [torch.tensor([2.0**size], dtype=torch.float64)], [state], numbers)
-        assert float((x - before).abs()) <= reach.length * (1 + 1e-9) + 1e-12
+        assert float((x - before).abs()) <= bound.length * (1 + 1e-9) + 1e-12
 
 
-def test_adams_reach_is_nearly_reached() -> None:
+def test_adams_step_bound_is_nearly_reached() -> None:
     """Gradients that grow by beta2 / beta1: the worst sequence comes to within 1 % of 7.27 lr."""
     rule, (beta1, beta2) = INNER["adam"], (0.9, 0.999)
-    reach = rule.reach({"lr": 1.0, "betas": (beta1, beta2), "bias_correction": False})
-    assert reach is not None and round(reach.length, 2) == 7.27
+    bound = rule.step_bound({"lr": 1.0, "betas": (beta1, beta2), "bias_correction": False})
+    assert bound is not None and round(bound.length, 2) == 7.27
     x, state = torch.zeros(1, dtype=torch.float64), State()
     for k in range(60):
         before = x.clone()
         g = torch.tensor([(beta1 / beta2) ** (59 - k)], dtype=torch.float64)
         rule.step([x], [g], [state], {"lr": 1.0, "eps": 0.0, "betas": (beta1, beta2), "bias_correction": False})
-    assert 0.99 * reach.length < float((before - x).abs()) <= reach.length
+    assert 0.99 * bound.length < float((before - x).abs()) <= bound.length
 
 
-def test_rmsprops_reach_is_its_first_step() -> None:
+def test_rmsprops_step_bound_is_its_first_step() -> None:
     """g / sqrt((1 - beta2) g^2), whatever g."""
     numbers = {"lr": 0.1, "eps": 0.0, "betas": (0.9, 0.96)}
-    reach, x = OUTER["rmsprop"].reach(numbers), torch.zeros(2, dtype=torch.float64)
+    bound, x = OUTER["rmsprop"].step_bound(numbers), torch.zeros(2, dtype=torch.float64)
     OUTER["rmsprop"].step([x], [torch.tensor([5.0, -1e-3], dtype=torch.float64)], [State()], numbers)
-    assert reach is not None and reach.kind == "coordinate"
-    assert x.tolist() == pytest.approx([-reach.length, reach.length])
+    assert bound is not None and bound.kind == "coordinate"
+    assert x.tolist() == pytest.approx([-bound.length, bound.length])

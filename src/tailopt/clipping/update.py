@@ -14,46 +14,28 @@ from __future__ import annotations
 
 import math
 import warnings
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tailopt.clipping import reference
 from tailopt.clipping.counts import Watch, is_flat, tally
+from tailopt.clipping.kernels.kernel import Batch, Kernel
 from tailopt.clipping.memory import check_memory
 from tailopt.clipping.operators import arithmetic, real_parts
 from tailopt.clipping.reference import Coordinates, Number, Rescaled, Step
 from tailopt.clipping.shards import is_dtensor, local_pair, local_part
-from tailopt.native.library import DTYPES, addresses, loaded, sizes, why_missing
+from tailopt.clipping.step_cache import PLAIN_TYPES, StepCache
+from tailopt.clipping.step_cache import row as step_row
+from tailopt.native.library import DTYPES, loaded, why_missing
 
 CHUNK = (
     262_144  # elements of a buffer: 1 MiB in fp32; 128k to 512k were within 20 % of each other, 32k took twice as long
 )
 FOREACH_BYTES = 1 << 28  # of gradients whose intermediates are alive at the same time
 PIECE = 1 << 26  # elements of a tensor that are handled at once where a kernel makes intermediates
-
-
-class Batch(NamedTuple):
-    """Parameters that take the same step. `slots`: their positions in the optimizer, for statistics."""
-
-    params: list[Tensor]
-    grads: list[Tensor]
-    step: Step
-    slots: Sequence[int] = ()
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """run changes parameters in place; refuses(p, g, step) is empty, or the reason why it cannot take them."""
-
-    name: str
-    run: Callable[[Sequence[Batch]], None]
-    refuses: Callable[[Tensor, Tensor, Step], str]
 
 
 @dataclass(frozen=True)
@@ -87,20 +69,20 @@ def which(p: Tensor, g: Tensor, step: Step, wanted: str | None = None) -> Choice
 def update(
     batches: Sequence[Batch],
     wanted: str | None = None,
-    roster: Roster | None = None,
+    cache: StepCache | None = None,
     watch: Watch | None = None,
     slots: int = 0,
 ) -> None:
     """Take the step, in place, by the wanted kernel or the fastest one; count on the way where a watch is given.
 
-    roster: what an optimizer remembers of its parameters from step to step.
+    cache: what the caller keeps from step to step of the same parameters; a single step needs none.
     """
     if wanted is None:
-        roster = roster or Roster()
-        numbers = roster.knows(batches) or all(_numbers_only(batch.step) for batch in batches)
-        if numbers and roster.fits(*_joined(batches)):
+        cache = cache if cache is not None else StepCache(reused=False)
+        numbers = cache.same_steps(batches) or all(_numbers_only(batch.step) for batch in batches)
+        if numbers and cache.prepare(*_joined(batches)):
             if loaded() is not None:
-                _run_c(batches, roster, watch, slots)
+                _run_c(batches, cache, watch, slots)
                 return
             _say_missing_once()
     _check_tensors(batches)
@@ -180,126 +162,6 @@ def _joined(batches: Sequence[Batch]) -> tuple[list[Tensor], list[Tensor]]:
     return [p for batch in batches for p in batch.params], [g for batch in batches for g in batch.grads]
 
 
-class Roster:
-    """What is known of the tensors and steps that the C kernel took last: asked again only when one is different.
-
-    Gradients are new tensors in every step, and a question a tensor would cost more than the step. So torch compares
-    all of them at once with those before: type, dtype, device, layout, shape, strides, and what is lazily negated.
-    """
-
-    def __init__(self) -> None:
-        self._are_alike: Callable[..., bool] | None = None
-        self._steps: list[Step] = []  # those of the rows, if no tensor that could change is among their numbers
-        self._lengths: list[int] = []  # how many parameters take each of them
-        self._rows, self._which = array("d"), array("i")
-        self.where, self.sizes, self.codes = array("Q"), array("q"), array("i")  # addresses, elements, types
-        self._grads_at = array("Q")
-        self.arithmetics: list[torch.dtype] = []  # of every parameter
-        self.distinct = True  # no parameter is there twice
-
-    def fits(self, params: list[Tensor], grads: list[Tensor]) -> bool:
-        """Whether all of them can go to the C kernel."""
-        try:
-            alike = len(params) == len(self.codes) and self._are_alike is not None and self._are_alike(*params, *grads)
-            if not alike:
-                self._are_alike = None  # nothing is known until everything is
-                if not _go_together(params, grads):
-                    return False
-                self.learn(params)
-                self._are_alike = _comparison(params + grads)
-            self.locate(params)
-            return True
-        except RuntimeError:  # a tensor without memory of its own, as inside a transformation of functions
-            return False
-
-    def learn(self, params: list[Tensor]) -> None:
-        """Sizes and types."""
-        dtypes = list(map(_DTYPE, params))
-        self.sizes, self.codes = sizes(params), array("i", [DTYPES[t] for t in dtypes])
-        self.arithmetics = [arithmetic(t) for t in dtypes]
-        self._steps, self._lengths = [], []
-
-    def locate(self, params: list[Tensor]) -> None:
-        """Addresses: they may change while everything else stays."""
-        where = addresses(params)
-        if where != self.where:
-            check_memory(params)
-            filled = [address for address in where if address]  # empty tensors have none
-            self.where, self.distinct = where, len(set(filled)) == len(filled)
-
-    def locate_gradients(self, grads: list[Tensor]) -> array[int]:
-        """Addresses of gradients that have memory."""
-        where = addresses(grads)
-        if where != self._grads_at:
-            check_memory(grads, where)
-            self._grads_at = where
-        return where
-
-    def knows(self, batches: Sequence[Batch]) -> bool:
-        """Whether as many parameters take the very steps of last time."""
-        if len(batches) != len(self._steps):
-            return False
-        for batch, step, length in zip(batches, self._steps, self._lengths, strict=True):
-            if batch.step is not step or len(batch.params) != length:
-                return False
-        return True
-
-    def rows(self, batches: Sequence[Batch]) -> tuple[array[float], array[int]]:
-        """The numbers of the steps as cpu.c takes them, and which row of them every tensor gets."""
-        if self.knows(batches):
-            return self._rows, self._which
-        rows, which_row = array("d"), array("i")
-        for batch in batches:
-            types = self.arithmetics[len(which_row) : len(which_row) + len(batch.params)]
-            row_of = {}
-            for dtype in set(types):
-                row_of[dtype] = len(rows) // 9
-                rows.extend(_row(batch.step, dtype))
-            which_row.extend([row_of[types[0]]] * len(types) if len(row_of) == 1 else [row_of[t] for t in types])
-        fixed = not any(isinstance(t, Tensor) for batch in batches for t in (batch.step.lr, *batch.step.clip))
-        self._steps = [batch.step for batch in batches] if fixed else []
-        self._lengths = [len(batch.params) for batch in batches] if fixed else []
-        self._rows, self._which = rows, which_row
-        return rows, which_row
-
-
-def _comparison(tensors: list[Tensor]) -> Callable[..., bool] | None:
-    """Whether as many tensors are like these, as the guards of torch.compile ask it; None where torch has no such."""
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    except (ImportError, TypeError):  # not a public part of torch: without it every step asks anew
-        return None
-    return guards.check
-
-
-def _go_together(params: list[Tensor], grads: list[Tensor]) -> bool:
-    """Whether the kernel can walk through parameters and gradients side by side."""
-    dtypes = list(map(_DTYPE, params))
-    return (
-        set(dtypes) <= DTYPES.keys()
-        and list(map(_DTYPE, grads)) == dtypes
-        and _are_flat(params + grads)
-        and sizes(params) == sizes(grads)
-    )
-
-
-def _are_flat(tensors: list[Tensor]) -> bool:
-    """Whether these are plain tensors on the CPU whose elements lie one after another."""
-    return (
-        set(map(type, tensors)) <= _PLAIN
-        and all(map(_ON_CPU, tensors))
-        and set(map(_LAYOUT, tensors)) <= {torch.strided}
-        and all(map(Tensor.is_contiguous, tensors))
-        and not any(map(Tensor.is_neg, tensors))
-    )
-
-
-_DTYPE, _ON_CPU, _LAYOUT = attrgetter("dtype"), attrgetter("is_cpu"), attrgetter("layout")
-_PLAIN = {Tensor, torch.nn.Parameter}
-
-
 def _numbers_only(step: Step) -> bool:
     return all(not isinstance(t, Tensor) or (t.numel() == 1 and t.is_cpu) for t in (step.lr, *step.clip))
 
@@ -314,7 +176,7 @@ def _refuses_c(p: Tensor, g: Tensor, step: Step) -> str:
 
 def _refuses_flat(p: Tensor, g: Tensor, step: Step) -> str:
     """Why two tensors cannot be walked through memory side by side with scalar thresholds."""
-    if type(p) not in _PLAIN or type(g) not in _PLAIN:
+    if type(p) not in PLAIN_TYPES or type(g) not in PLAIN_TYPES:
         return f"it takes plain tensors, not {type(p).__name__} with {type(g).__name__}"
     if g.layout != torch.strided:
         return "the gradient is sparse"
@@ -329,39 +191,33 @@ def _refuses_flat(p: Tensor, g: Tensor, step: Step) -> str:
     return ""
 
 
-def _run_c(batches: Sequence[Batch], roster: Roster | None = None, watch: Watch | None = None, slots: int = 0) -> None:
+def _run_c(
+    batches: Sequence[Batch], cache: StepCache | None = None, watch: Watch | None = None, slots: int = 0
+) -> None:
     kernel = loaded()
     assert kernel is not None
     params, grads = _joined(batches)
-    if roster is None:
-        roster = Roster()
-        roster.learn(params)
-        roster.locate(params)
-    rows, which_row = roster.rows(batches)
-    grads_at = roster.locate_gradients(grads)
+    if cache is None:
+        cache = StepCache(reused=False)
+        cache.learn(params)
+        cache.locate(params)
+    rows, which_row = cache.rows(batches)
+    grads_at = cache.locate_gradients(grads)
     # The write goes past autograd: without this a tensor saved for backward would be used stale, and nobody told.
     # Before the pass, which sweeps what was just looked at out of the caches.
     torch.autograd.graph.increment_version(params)
     kernel.run_at(
         "rescale" if batches and isinstance(batches[0].step.clip, Rescaled) else "biclip",
-        roster.where,
+        cache.param_addresses,
         grads_at,
-        roster.sizes,
-        roster.codes,
+        cache.sizes,
+        cache.dtype_codes,
         which_row,
         rows,
         watch.tallies(torch.device("cpu"), slots) if watch is not None else None,
         [slot for batch in batches for slot in batch.slots] if watch is not None else None,
-        threads=None if roster.distinct else 1,  # a parameter given twice steps twice, one after the other
+        threads=None if cache.distinct else 1,  # a parameter given twice steps twice, one after the other
     )
-
-
-def _row(step: Step, dtype: torch.dtype) -> tuple[float, ...]:
-    """The numbers of a step in the order of `Row` in cpu.c."""
-    clip = tuple(map(float, step.clip))
-    sides = (clip + (1.0, 1.0, 1.0)) if isinstance(step.clip, Coordinates) else ((math.inf, 0.0, 0.0) + clip)
-    decay = float(step.decay(dtype)) if step.weight_decay else 1.0
-    return (-float(step.lr), decay, float(step.maximize), *sides)
 
 
 def _say_missing_once() -> None:
@@ -398,7 +254,7 @@ def _run_chunked(batches: Sequence[Batch]) -> None:
             if dtype not in buffers:
                 buffers[dtype] = [torch.empty(CHUNK, dtype=dtype) for _ in range(3)]
             flat_p, flat_g = (t.detach().as_strided((n,), (1,)) for t in (p, g))
-            row = _row(_on_device(batch.step, p.device, dtype), dtype)
+            row = step_row(_on_device(batch.step, p.device, dtype), dtype)
             for start in range(0, n, CHUNK):
                 size = min(CHUNK, n - start)
                 c, other, wide = (b[:size] for b in buffers[dtype])

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from tailopt.clipping.operators import arithmetic
 from tailopt.clipping.shards import by_ranks, local_part
+from tailopt.clipping.step_cache import StepCache
 from tailopt.distributed import flat_kernels, limits
 from tailopt.distributed.flat_kernels import Look, Span, Spans
 from tailopt.distributed.header import Damaged, Header, at_meeting, bound_word, damaged, word_of
@@ -47,7 +48,7 @@ from tailopt.rounds.mean import BufferMean
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.robust import Aggregate
 from tailopt.rounds.settle import Settlement, settle
-from tailopt.rules.rule import Numbers, Rule, State, of
+from tailopt.rules.rule import Hyperparameters, Rule, State, per_param
 
 PIECE = 4 * BLOCK  # elements: an outer rule's four arrays of them fit the cache of a core
 MESSAGE = 1 << 20  # elements, about: smaller ones cost turns, larger ones make others wait
@@ -302,6 +303,7 @@ class Exchange:
         self._looks = [Look()] * self.wire.nodes
         self._sum: _Sum | None = None
         self._agreed = False
+        self._outer_cache = StepCache()
         self._sent = Look()  # of this node's stretch of the weights, as it sent them
         self._loaded = (0,) * self.wire.nodes  # digests of every stretch of the weights, as loaded
         # (owner, receiver) that differed -> the round whose weights they were
@@ -412,10 +414,12 @@ class Exchange:
         (stretch,) = delta
         return root(self.norms(stretch))
 
-    def outer(self, x: Tensor, states: Sequence[State], rule: Rule, numbers: Numbers, radius: float | None) -> None:
+    def outer(
+        self, x: Tensor, states: Sequence[State], rule: Rule, numbers: Hyperparameters, radius: float | None
+    ) -> None:
         """The mean, the outer step and the projection on this node's stretch of x; then everybody gets everybody's."""
         more: dict[str, Any] = {}
-        if rule.name in ("biclip-l2", "l2clip"):
+        if rule.needs_norm:
             if self._sum is not None:  # the norm needs all of it first
                 self._sum.form(0, self.mean.numel())
                 self._sum = None
@@ -424,7 +428,7 @@ class Exchange:
             more["norm"] = [root([squares[s.tensor]]) for s in self.segments] if by_tensor else root(squares)
         mine, by_segment = x[self.mine], {**self._by_segment(numbers), **more}
         if self._sum is None or not self._sum.descended(rule, mine, states, by_segment, self._pieces):
-            _step(rule, self.cut(x), self._parts(self.mean), states, by_segment, self._negative)
+            _step(rule, self.cut(x), self._parts(self.mean), states, by_segment, self._negative, self._outer_cache)
         if radius is not None:
             length = root(self.norms(mine))
             if length > radius:
@@ -492,7 +496,7 @@ class Exchange:
             _in_order(column) if i in self._sharded else column[0] for i, column in enumerate(zip(*rows, strict=True))
         ]
 
-    def _by_segment(self, numbers: Numbers) -> dict[str, Any]:
+    def _by_segment(self, numbers: Hyperparameters) -> dict[str, Any]:
         """Numbers with an entry for each parameter, as one with an entry for each segment."""
         found: dict[str, Any] = {}
         for word, value in numbers.items():
@@ -732,12 +736,12 @@ class Exchange:
             squares = self.norms(self._received[node])
             whole = limit.kind == "norm"
             moved = [root(squares)] if whole else [root([s]) for s in squares]
-            if node in verdicts or all(length <= float(of(limit.a, i)) for i, length in enumerate(moved)):
+            if node in verdicts or all(length <= float(per_param(limit.a, i)) for i, length in enumerate(moved)):
                 continue
             tensors = self._begun(x)
             groups = [[piece for pieces in tensors for piece in pieces]] if whole else tensors
             for i, (length, group) in enumerate(zip(moved, groups, strict=True)):
-                own = limit if whole else Bound(limit.kind, of(limit.a, i), of(limit.c, i), limit.steps)
+                own = limit if whole else Bound(limit.kind, per_param(limit.a, i), per_param(limit.c, i), limit.steps)
                 most = exceeded_norm(length, group, own)
                 if most is not None:
                     name = "all tensors" if whole else self.names[i]
@@ -837,7 +841,12 @@ class _Sum:
         flat_kernels.mean([row[start : start + count] for row in self.rows], self.shares, self.whole, negative)
 
     def descended(
-        self, rule: Rule, x: Tensor, states: Sequence[State], numbers: Numbers, pieces: Sequence[tuple[int, int]]
+        self,
+        rule: Rule,
+        x: Tensor,
+        states: Sequence[State],
+        numbers: Hyperparameters,
+        pieces: Sequence[tuple[int, int]],
     ) -> bool:
         """Add up and take a plain step at once, where the kernel can."""
         return flat_kernels.descend(rule, x, states, numbers, self.rows, self.shares, self.whole, pieces)
@@ -852,8 +861,9 @@ def _step(
     own: Sequence[Tensor],
     delta: Sequence[Tensor],
     states: Sequence[State],
-    numbers: Numbers,
+    numbers: Hyperparameters,
     negative: Callable[[int, Tensor, slice], Tensor] = _negated,
+    cache: StepCache | None = None,
 ) -> None:
     """The outer step on the negated displacement, which is used up; `negative` gives a piece of the i-th.
 
@@ -864,10 +874,10 @@ def _step(
     if not own:  # a node without a stretch
         return
     if not names or any(name not in state for state in states for name in names):
-        rule.step(own, [negative(i, d, slice(0, d.numel())) for i, d in enumerate(delta)], states, numbers)
+        rule.step(own, [negative(i, d, slice(0, d.numel())) for i, d in enumerate(delta)], states, numbers, cache)
         return
     for i, (x, d, state) in enumerate(zip(own, delta, states, strict=True)):
-        mine = {key: of(value, i) for key, value in numbers.items()}
+        mine = {key: per_param(value, i) for key, value in numbers.items()}
         rest = {key: value for key, value in state.items() if key not in names}
         for k in range(0, max(x.numel(), 1), PIECE):
             cut = slice(k, k + PIECE)

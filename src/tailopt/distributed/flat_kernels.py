@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from tailopt.native import library
-from tailopt.rules.rule import Numbers, Rule, State, of
+from tailopt.rules.rule import Hyperparameters, Rule, State, per_param
 from tailopt.rules.sgd import AVG, NESTEROV, SGD
 
 PIECE = 1 << 18  # elements that torch scales at once: what stays in the cache is not written back
@@ -277,7 +277,7 @@ def descend(
     rule: Rule,
     x: Tensor,
     states: Sequence[State],
-    numbers: Numbers,
+    numbers: Hyperparameters,
     rows: Sequence[Tensor],
     shares: Sequence[float],
     whole: float,
@@ -285,7 +285,7 @@ def descend(
 ) -> bool:
     """The outer step of pieces of flat x, (start, count) in it as in every row; False where it is torch's to do."""
     kernel, momentum = library.loaded(), numbers.get("momentum", 0.0)
-    lr = [1.0 if rule is AVG else of(numbers["lr"], i) for i in range(len(pieces))] if rule in _DESCENTS else []
+    lr = [1.0 if rule is AVG else per_param(numbers["lr"], i) for i in range(len(pieces))] if rule in _DESCENTS else []
     if kernel is None or not lr or any(isinstance(number, Tensor) for number in (momentum, *lr)):
         return False
     fused = _fused()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tailopt.distributed.header import Header, bound_word
 from tailopt.rounds.guard import Bound
-from tailopt.rules.rule import of
+from tailopt.rules.rule import per_param
 
 CAP = 10.0  # times the lower median of all participants
 _KINDS = (None, "coordinate", "norm", "tensor norm")
@@ -124,7 +124,7 @@ def encoded(bound: Bound, tensors: int) -> list[float]:
     """
     if bound.kind is None:
         return [0.0, *[math.inf] * tensors, *[0.0] * tensors]
-    numbers = [_magnitude(of(value, i)) for value in (bound.a, bound.c) for i in range(tensors)]
+    numbers = [_magnitude(per_param(value, i)) for value in (bound.a, bound.c) for i in range(tensors)]
     return [float(_KINDS.index(bound.kind)), *numbers]
 
 

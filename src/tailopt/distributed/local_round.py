@@ -25,7 +25,7 @@ from tailopt.rules.adagrad import ADAGRAD
 from tailopt.rules.adam import ADAM, ADAMW
 from tailopt.rules.biclip import BICLIP
 from tailopt.rules.l2clip import BICLIP_L2
-from tailopt.rules.rule import Numbers, Rule, State
+from tailopt.rules.rule import Hyperparameters, Rule, State
 
 # The hyperparameters that decide how far a step can move.
 BOUNDING = ("lr", "u", "d", "eps", "weight_decay", "betas", "momentum", "scope")
@@ -59,7 +59,7 @@ class LocalRound:
     ) -> None:
         self.optimizer, self._params, self._agreed = optimizer, params, agreed
         self._keeps_state, self._can_be_excluded = keeps_state, can_be_excluded
-        self._hparams_of_steps: list[Numbers] = []
+        self._hparams_of_steps: list[Hyperparameters] = []
         self._began = time.perf_counter()
         self._state_before: Any = None
         self.loss = math.nan
@@ -116,7 +116,7 @@ class LocalRound:
         rule = RULES.get(type(self.optimizer))
         return Bound(None) if rule is None else bound(rule, self._hparams_of_steps)
 
-    def _current_hparams(self) -> Numbers:
+    def _current_hparams(self) -> Hyperparameters:
         """Return what the inner optimizer steps with now; a list has one entry per parameter, where groups differ."""
         groups = self.optimizer.param_groups
         hparams: dict[str, Any] = {"bias_correction": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,10 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tailopt.clipping.shards import by_ranks, is_dtensor, local_part, over_shards
+from tailopt.clipping.step_cache import StepCache
 from tailopt.distributed.mesh import local_tensor
 from tailopt.engines.model_state import as_real
 from tailopt.rounds.block_norm import root, squares
-from tailopt.rules.rule import Numbers, Rule
+from tailopt.rules.rule import Hyperparameters, Rule
 
 
 class RuleOptimizer(Optimizer):
@@ -25,8 +27,9 @@ class RuleOptimizer(Optimizer):
         hparams: its hyperparameters; a list has one entry per parameter.
     """
 
-    def __init__(self, params: Iterable[Tensor], rule: Rule, hparams: Numbers) -> None:
+    def __init__(self, params: Iterable[Tensor], rule: Rule, hparams: Hyperparameters) -> None:
         self.rule = rule
+        self._step_caches: defaultdict[int, StepCache] = defaultdict(StepCache)  # by group
         super().__init__(params, dict(hparams))
 
     @torch.no_grad()
@@ -36,11 +39,11 @@ class RuleOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            self._step_group(group)
+        for k, group in enumerate(self.param_groups):
+            self._step_group(group, self._step_caches[k])
         return loss
 
-    def _step_group(self, group: dict[str, Any]) -> None:
+    def _step_group(self, group: dict[str, Any], cache: StepCache) -> None:
         moving = [i for i, p in enumerate(group["params"]) if p.grad is not None]
         if not moving:
             return
@@ -50,9 +53,9 @@ class RuleOptimizer(Optimizer):
         local, grads = [as_real(local_tensor(p)) for p in params], [as_real(local_tensor(p.grad)) for p in params]
         if any(map(is_dtensor, params)):
             hparams = {name: _local_entries(value, params) for name, value in hparams.items()}
-            if self.rule.name in ("biclip-l2", "l2clip"):
+            if self.rule.needs_norm:
                 hparams["norm"] = _norms(params, grads, hparams.get("scope") == "tensor")
-        self.rule.step(local, grads, [self.state[p] for p in params], hparams)
+        self.rule.step(local, grads, [self.state[p] for p in params], hparams, cache)
 
 
 def _entries(value: Any, indices: Sequence[int]) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tailopt.arguments import check_counts, check_flags, check_function, checked_loggers
+from tailopt.clipping.step_cache import StepCache
 from tailopt.engines.engine import Engine, Evaluate
 from tailopt.engines.snapshots import check, restore, save
 from tailopt.progress import Progress
@@ -84,6 +85,7 @@ class Loop:
         self.rounds = policy.rounds
         self.history: list[dict[str, Any]] = []
         self._engine, self._policy, self._hparams, self._reporting, self._run = engine, policy, hparams, reporting, run
+        self._outer_cache = StepCache()
         self._state_is_ahead = False  # of the history, while a round is being finished
 
     def resume(self, state: GlobalState) -> None:
@@ -140,7 +142,7 @@ class Loop:
             result = mean.result()
             trained = time.perf_counter()
             self._state_is_ahead = True
-            finish_round(state, result, self._hparams.outer.rule, hparams, policy)
+            finish_round(state, result, self._hparams.outer.rule, hparams, policy, self._outer_cache)
         self._engine.commit(result)
         row = self._row(state, result)
         if self._run is not None:

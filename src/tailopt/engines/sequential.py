@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tailopt.algorithms import Algorithm
 from tailopt.clipping.counts import Counts, Watch, tally
+from tailopt.clipping.step_cache import StepCache
 from tailopt.engines.batches import BatchSource, LossFunction, batch_digest, to_device
 from tailopt.engines.model_state import ModelState, as_real
 from tailopt.evaluation import evaluating
@@ -29,7 +30,7 @@ from tailopt.rounds.hyperparameters import RuleHyperparameters
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.round import Contribution, GlobalState, LocalState, RoundResult
 from tailopt.rules.adam import fresh
-from tailopt.rules.rule import Numbers, State, of
+from tailopt.rules.rule import Hyperparameters, State, per_param
 from tailopt.seeds import derive, mixed
 
 PRECISIONS = {None: None, "fp32": None, "bf16": torch.bfloat16}
@@ -80,6 +81,7 @@ class Sequential:
         if not model.training:  # otherwise the modes are the user's: a frozen BatchNorm stays frozen
             model.train()
         self._model_state = ModelState(model)
+        self._step_cache = StepCache()
         self.steps_done = [0] * training.batches.nodes
         self.inner_states: dict[int, list[State]] = {}
         self.local_states: dict[int, LocalState] = {}
@@ -176,20 +178,24 @@ class Sequential:
         return loss.detach()
 
     def _inner_step(
-        self, params: Sequence[torch.nn.Parameter], states: Sequence[State], hparams: Numbers, watch: Watch | None
+        self,
+        params: Sequence[torch.nn.Parameter],
+        states: Sequence[State],
+        hparams: Hyperparameters,
+        watch: Watch | None,
     ) -> None:
         weights = self._model_state.weights
         moving = [i for i, p in enumerate(params) if p.grad is not None]
         grads = [as_real(g) for p in params if (g := p.grad) is not None]
         if watch is not None:
             for i, g in zip(moving, grads, strict=True):
-                u, d, zone = of(hparams.get("u", float("inf")), i), of(hparams.get("d", 0.0), i), 0.0
+                u, d, zone = per_param(hparams.get("u", float("inf")), i), per_param(hparams.get("d", 0.0), i), 0.0
                 tally(g.coalesce() if g.is_sparse else g, i, (u, d, zone), watch.tallies(g.device, len(params)))
         if len(moving) < len(params):  # a parameter that the loss did not reach keeps its value and its state
             hparams = {k: [v[i] for i in moving] if isinstance(v, list) else v for k, v in hparams.items()}
             weights, states = [weights[i] for i in moving], [states[i] for i in moving]
         if weights:
-            self._training.hparams.rule.step(weights, grads, states, hparams)
+            self._training.hparams.rule.step(weights, grads, states, hparams, self._step_cache)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._autocast_dtype is None:

@@ -11,11 +11,13 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import _use_grad_for_differentiable
 
 from tailopt.clipping.counts import Watch
+from tailopt.clipping.kernels.kernel import Batch
 from tailopt.clipping.norms import largest
 from tailopt.clipping.operators import arithmetic
 from tailopt.clipping.reference import Coordinates, Number, Step
 from tailopt.clipping.shards import local_pair
-from tailopt.clipping.update import Batch, Roster, update
+from tailopt.clipping.step_cache import StepCache
+from tailopt.clipping.update import update
 from tailopt.optimizers.shell import Group, Shell, by_way, restore
 from tailopt.optimizers.threshold_warning import ThresholdCheck
 
@@ -131,11 +133,11 @@ class BiClip(Shell):
             watch.next_pass()
         for name, same in by_way(batches).items():
             if name == "fused":
-                _fused_biclip(same, self._roster, watch, slots)
+                _fused_biclip(same, self._cache, watch, slots)
             elif name == "single":
                 _single_tensor_biclip(same, watch, slots)
             else:
-                _multi_tensor_biclip(same, self._roster, watch, slots, "foreach" if name == "foreach" else None)
+                _multi_tensor_biclip(same, self._cache, watch, slots, "foreach" if name == "foreach" else None)
         restore(kept)
         return loss
 
@@ -197,11 +199,11 @@ def _single_tensor_biclip(batches: Sequence[Batch], watch: Watch | None, slots: 
 
 
 def _multi_tensor_biclip(
-    batches: Sequence[Batch], roster: Roster, watch: Watch | None, slots: int, kernel: str | None = None
+    batches: Sequence[Batch], cache: StepCache, watch: Watch | None, slots: int, kernel: str | None = None
 ) -> None:
-    update(batches, kernel, roster, watch, slots)
+    update(batches, kernel, cache, watch, slots)
 
 
 @_disable_dynamo
-def _fused_biclip(batches: Sequence[Batch], roster: Roster, watch: Watch | None, slots: int) -> None:
-    update(batches, None, roster, watch, slots)
+def _fused_biclip(batches: Sequence[Batch], cache: StepCache, watch: Watch | None, slots: int) -> None:
+    update(batches, None, cache, watch, slots)

@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 
+from tailopt.clipping.kernels.kernel import Batch
 from tailopt.clipping.operators import biclip, check_kind, check_shape, check_thresholds
 from tailopt.clipping.reference import Coordinates, Number, Step
 from tailopt.clipping.shards import summed
-from tailopt.clipping.update import Batch, check_type, update
+from tailopt.clipping.update import check_type, update
 from tailopt.optimizers.shell import Group
 
 SETTINGS = ("u", "d", "dead_zone")

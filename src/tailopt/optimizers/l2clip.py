@@ -10,11 +10,13 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import _use_grad_for_differentiable
 
+from tailopt.clipping.kernels.kernel import Batch
 from tailopt.clipping.norms import rescalings
 from tailopt.clipping.operators import arithmetic
 from tailopt.clipping.reference import Number, Rescaled, Step
 from tailopt.clipping.shards import local_pair
-from tailopt.clipping.update import Batch, Roster, update
+from tailopt.clipping.step_cache import StepCache
+from tailopt.clipping.update import update
 from tailopt.optimizers.shell import Group, Shell, by_way, restore
 
 SCOPES = ("global", "group", "tensor")
@@ -112,11 +114,11 @@ class L2Clip(Shell):
         batches, kept = self._refuse_nonfinite(batches, lambda b, i: scopes[b])
         for name, same in by_way(batches).items():
             if name == "fused":
-                _fused_l2clip(same, self._roster)
+                _fused_l2clip(same, self._cache)
             elif name == "single":
                 _single_tensor_l2clip(same)
             else:
-                _multi_tensor_l2clip(same, self._roster, "foreach" if name == "foreach" else None)
+                _multi_tensor_l2clip(same, self._cache, "foreach" if name == "foreach" else None)
         restore(kept)
         return loss
 
@@ -163,10 +165,10 @@ def _single_tensor_l2clip(batches: Sequence[Batch]) -> None:
     update(batches, "single")
 
 
-def _multi_tensor_l2clip(batches: Sequence[Batch], roster: Roster, kernel: str | None = None) -> None:
-    update(batches, kernel, roster)
+def _multi_tensor_l2clip(batches: Sequence[Batch], cache: StepCache, kernel: str | None = None) -> None:
+    update(batches, kernel, cache)
 
 
 @_disable_dynamo
-def _fused_l2clip(batches: Sequence[Batch], roster: Roster) -> None:
-    update(batches, None, roster)
+def _fused_l2clip(batches: Sequence[Batch], cache: StepCache) -> None:
+    update(batches, None, cache)

@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from tailopt.clipping.counts import Counts, Watch
+from tailopt.clipping.kernels.kernel import Batch
 from tailopt.clipping.norms import nonfinite
 from tailopt.clipping.operators import check_kind, check_shape, check_thresholds, threshold_order
 from tailopt.clipping.reference import Number, Step
 from tailopt.clipping.shards import is_dtensor, local_pair
-from tailopt.clipping.update import Batch, Roster
+from tailopt.clipping.step_cache import StepCache
 from tailopt.native.library import DTYPES
 from tailopt.optimizers.threshold_warning import warn_caller
 
@@ -58,7 +59,7 @@ class Shell(Optimizer):
     def _ready(self) -> None:
         """What is not saved, made anew for a new, unpickled or copied object."""
         self._watch = Watch(self._statistics or "counts")
-        self._roster = Roster()
+        self._cache = StepCache()
         self._settings = operator.itemgetter(*(key for key in self.defaults if key != "params"))
         self._checked: dict[int, tuple[Any, ...]] = {}  # settings of groups, by id
         self._made: dict[int, list[tuple[list[int] | None, Step]]] = {}  # what was made of them

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from tailopt.clipping.counts import add, moved_and_raised
+from tailopt.clipping.kernels.kernel import Batch
 from tailopt.clipping.memory import is_freed
 from tailopt.clipping.operators import is_transformed, real_parts
 from tailopt.clipping.reference import Coordinates, Number
 from tailopt.clipping.shards import is_dtensor
-from tailopt.clipping.update import Batch
 from tailopt.native.library import Tallies
 
 SHARE = 0.999  # of the coordinates that move

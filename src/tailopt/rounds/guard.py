@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tailopt.native import library
 from tailopt.rounds.block_norm import BLOCK, norm, root, sequential_sum, squares
-from tailopt.rules.rule import Numbers, Rule, of, product
+from tailopt.rules.rule import Hyperparameters, Rule, per_param, product
 
 SLACK = 1e-3
 NOT_FINITE, BEYOND = "not finite", "beyond what its optimizer can move"  # why a displacement is excluded
@@ -58,13 +58,13 @@ class Exclusion:
         return f"node {self.node}: {self.reason} in {self.tensor} ({self.value:.3g}{limit})"
 
 
-def bound(rule: Rule, steps: Iterable[Numbers]) -> Bound:
+def bound(rule: Rule, steps: Iterable[Hyperparameters]) -> Bound:
     """Return how far a rule can move a node with these hyperparameters, one mapping per local step."""
     a: Any = 0.0
     c: Any = 0.0
     kind, count = None, 0
     for h in steps:
-        reach = rule.reach(h)
+        reach = rule.step_bound(h)
         if reach is None:
             return Bound(None)
         kind, count, length = reach.kind, count + 1, reach.length
@@ -81,7 +81,7 @@ def _affine(left: Any, before: Any, more: Any) -> Any:
     """Return left * before + more, where each may be a list with one entry per parameter."""
     lists = [value for value in (left, before, more) if isinstance(value, list)]
     if lists:
-        return [_affine(of(left, i), of(before, i), of(more, i)) for i in range(len(lists[0]))]
+        return [_affine(per_param(left, i), per_param(before, i), per_param(more, i)) for i in range(len(lists[0]))]
     return left * before + more
 
 
@@ -122,7 +122,7 @@ def check_displacement(
         return _beyond_norm(node, delta, start, "all tensors", limit)
     if limit.kind == "tensor norm":
         for i, name in enumerate(names):
-            of_tensor = Bound(limit.kind, of(limit.a, i), of(limit.c, i), limit.steps)
+            of_tensor = Bound(limit.kind, per_param(limit.a, i), per_param(limit.c, i), limit.steps)
             if (exclusion := _beyond_norm(node, [delta[i]], [start[i]], name, of_tensor)) is not None:
                 return exclusion
     return None
@@ -145,7 +145,7 @@ def _first_nonfinite(x: Tensor) -> float:
 def _beyond_coordinates(
     node: int, delta: Sequence[Tensor], start: Sequence[Tensor], names: Sequence[str], limit: Bound, tops: list[float]
 ) -> Exclusion | None:
-    a, c = ([of(value, i) for i in range(len(names))] for value in (limit.a, limit.c))
+    a, c = ([per_param(value, i) for i in range(len(names))] for value in (limit.a, limit.c))
     # a is the least that b can be, and nearly always the largest magnitude is within it: no second pass then
     close = [i for i, top in enumerate(tops) if isinstance(a[i], Tensor) or not top <= a[i]]
     kernel = library.loaded()

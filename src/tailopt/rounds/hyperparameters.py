@@ -21,7 +21,7 @@ from tailopt.algorithms import (
     rule_of,
 )
 from tailopt.rounds.guard import Bound, bound
-from tailopt.rules.rule import Numbers, Rule
+from tailopt.rules.rule import Hyperparameters, Rule
 
 SCHEDULABLE = ("lr", "u", "d")
 CACHED = 64  # entries; those of past rounds are dropped together
@@ -55,7 +55,7 @@ class RuleHyperparameters:
                     "has not."
                 )
 
-    def at(self, t: int, steps_done: int = 0) -> Numbers:
+    def at(self, t: int, steps_done: int = 0) -> Hyperparameters:
         """Return the hyperparameters in round t, for a node that has taken `steps_done` local steps before this one."""
         return self._cached("at", t, steps_done, lambda: self._evaluated(t, steps_done + 1))
 
@@ -93,7 +93,7 @@ class RuleHyperparameters:
         value: T = self._cache[key]
         return value
 
-    def _evaluated(self, t: int, step: int) -> Numbers:
+    def _evaluated(self, t: int, step: int) -> Hyperparameters:
         values: dict[str, Any] = {}
         for key, base in self.base.items():
             schedule, name = self.schedules.get(key), PUBLIC[self.level].get(key, key)
@@ -104,7 +104,7 @@ class RuleHyperparameters:
             self._check_order(values, t)
         return values
 
-    def _check_order(self, values: Numbers, t: int) -> None:
+    def _check_order(self, values: Hyperparameters, t: int) -> None:
         zone = values.get("dead_zone", 0.0)
         uppers, lowers = ([v] if not isinstance(v, list) else v for v in (values["u"], values.get("d", 0.0)))
         try:

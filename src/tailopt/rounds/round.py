@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tailopt.clipping.step_cache import StepCache
 from tailopt.rounds.block_norm import norm
 from tailopt.rounds.drops import Dropped
 from tailopt.rounds.guard import Bound, Exclusion, check_displacement, clearly_within
@@ -28,7 +29,7 @@ from tailopt.rounds.mean import BufferedMean, BufferMean, WeightedMean
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.policy import RoundPolicy
 from tailopt.rounds.settle import Settlement, settle
-from tailopt.rules.rule import Numbers, Rule, State
+from tailopt.rules.rule import Hyperparameters, Rule, State
 
 
 @dataclass
@@ -204,11 +205,21 @@ class RoundMean:
             self._kept.local[c.node] = c.local
 
 
-def finish_round(state: GlobalState, result: RoundResult, outer: Rule, hparams: Numbers, policy: RoundPolicy) -> None:
-    """Take steps 5 to 7: `state` moves on to the next global weights. The mean in `result` is used up."""
+def finish_round(
+    state: GlobalState,
+    result: RoundResult,
+    outer: Rule,
+    hparams: Hyperparameters,
+    policy: RoundPolicy,
+    cache: StepCache | None = None,
+) -> None:
+    """Take steps 5 to 7: `state` moves on to the next global weights. The mean in `result` is used up.
+
+    cache: of the outer rule's step; the engine owns it and passes it in every round.
+    """
     state.buffers = result.buffers
     if result.settlement.counted:  # where nothing arrived, nothing moves
-        outer_step(state, result.delta, outer, hparams)
+        outer_step(state, result.delta, outer, hparams, cache)
         if policy.radius is not None:
             project(state.weights, policy.radius)
     state.round += 1
@@ -217,14 +228,16 @@ def finish_round(state: GlobalState, result: RoundResult, outer: Rule, hparams: 
         torch._foreach_lerp_(state.average, state.weights, 2.0 / (state.round + 1))
 
 
-def outer_step(state: GlobalState, delta: list[Tensor], outer: Rule, hparams: Numbers) -> None:
+def outer_step(
+    state: GlobalState, delta: list[Tensor], outer: Rule, hparams: Hyperparameters, cache: StepCache | None = None
+) -> None:
     """Apply the outer rule to the negated mean displacement, which is used up."""
     norms = {}
-    if outer.name in ("biclip-l2", "l2clip"):
+    if outer.needs_norm:
         per_tensor = hparams.get("scope") == "tensor"
         norms["norm"] = [norm([d]) for d in delta] if per_tensor else norm(delta)
     torch._foreach_neg_(delta)
-    outer.step(state.weights, delta, state.outer, {**hparams, **norms})
+    outer.step(state.weights, delta, state.outer, {**hparams, **norms}, cache)
 
 
 def project(weights: Sequence[Tensor], radius: float) -> None:

@@ -11,27 +11,29 @@ optimizers: c1 = c2 = 1; "first": c1 alone, for a second moment that is handed i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tailopt.clipping.operators import biclip
+from tailopt.clipping.step_cache import StepCache
 from tailopt.rules.adagrad import divide, refuse_sparse
-from tailopt.rules.rule import Numbers, Reach, Rule, State, given, of, product
+from tailopt.rules.rule import Hyperparameters, Rule, State, States, StepBound, Tensors, is_active, per_param, product
 
 
-def _adam(params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State], h: Numbers) -> None:
-    beta1, beta2 = h["betas"]
-    decay, correction = h.get("weight_decay", 0.0), h["bias_correction"]
+def _adam(
+    params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
+) -> None:
+    beta1, beta2 = hparams["betas"]
+    decay, correction = hparams.get("weight_decay", 0.0), hparams["bias_correction"]
     for i, (p, g, state) in enumerate(zip(params, grads, states, strict=True)):
-        lr = of(h["lr"], i)
+        lr = per_param(hparams["lr"], i)
         refuse_sparse(g, "adam")
         if not state:
             state.update(fresh(p))
         state["step"] += 1
-        if given(decay):
+        if is_active(decay):
             p.mul_(1 - lr * decay)
         m = state["exp_avg"].lerp_(g, 1 - beta1)
         v = state["exp_avg_sq"].mul_(beta2).addcmul_(g, g, value=1 - beta2)
@@ -40,33 +42,36 @@ def _adam(params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[St
             root.div_((1 - beta2 ** state["step"]) ** 0.5)
         if correction is not False:
             lr = lr / (1 - beta1 ** state["step"])
-        divide(p, m, root, lr, h["eps"])
+        divide(p, m, root, lr, hparams["eps"])
 
 
 def fresh(p: Tensor, second_moment: Tensor | None = None, step: int = 0) -> State:
-    """Adam's state before a step: nothing seen, or with a second moment handed in."""
+    """Adam's state before a step: zero moments, or with a given second moment."""
     v = torch.zeros_like(p) if second_moment is None else second_moment.to(p, copy=True)
     return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": v}
 
 
-def _reach(h: Numbers) -> Reach | None:
+def _step_bound(hparams: Hyperparameters) -> StepBound | None:
     """Cauchy and Schwarz over the weights of m and v; (1 - beta1) / sqrt(1 - beta2) is no bound."""
-    beta1, beta2 = h["betas"]
+    beta1, beta2 = hparams["betas"]
     if beta1**2 >= beta2:
         return None
     ratio = (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
-    if h["bias_correction"] == "first":
+    if hparams["bias_correction"] == "first":
         ratio = max(1.0, (1 - beta1) / math.sqrt(1 - beta1**2 / beta2)) / math.sqrt(1 - beta2)
-    return Reach("coordinate", product(h["lr"], ratio))
+    return StepBound("coordinate", product(hparams["lr"], ratio))
 
 
-def _clipped(params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State], h: Numbers) -> None:
-    clipped = [biclip(g, of(h["u"], i), of(h["d"], i), of(h["dead_zone"], i)) for i, g in enumerate(grads)]
-    _adam(params, clipped, states, h)
+def _clipped(
+    params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
+) -> None:
+    thresholds = [hparams[name] for name in ("u", "d", "dead_zone")]
+    clipped = [biclip(g, *(per_param(value, i) for value in thresholds)) for i, g in enumerate(grads)]
+    _adam(params, clipped, states, hparams, cache)
 
 
 _OPTIONS = {"betas": (0.9, 0.999), "bias_correction": True}
-ADAM = Rule("adam", ("lr", "eps"), _adam, _reach, _OPTIONS, ("exp_avg", "exp_avg_sq"))
+ADAM = Rule("adam", ("lr", "eps"), _adam, _step_bound, _OPTIONS, ("exp_avg", "exp_avg_sq"))
 ADAMW = replace(ADAM, name="adamw", options={**_OPTIONS, "weight_decay": 0.01})
 _ON_TOP = ("lr", "eps", "u", "d")
 BICLIP_ADAM = replace(ADAM, name="biclip+adam", settings=_ON_TOP, step=_clipped, options={**_OPTIONS, "dead_zone": 0.0})

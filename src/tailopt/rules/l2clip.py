@@ -12,42 +12,45 @@ With `leading` dimensions, each of their entries is a node of its own and has it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from tailopt.clipping.kernels.kernel import Batch
 from tailopt.clipping.norms import rescaled, rescalings
 from tailopt.clipping.operators import arithmetic
 from tailopt.clipping.reference import Rescaled, Step
-from tailopt.clipping.update import Batch, update
-from tailopt.rules.rule import Numbers, Reach, Rule, State, of, product
+from tailopt.clipping.step_cache import StepCache
+from tailopt.clipping.update import update
+from tailopt.rules.rule import Hyperparameters, Rule, States, StepBound, Tensors, per_param, product
 
 SCOPES = ("global", "tensor")
 
 
-def _biclip_l2(params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State], h: Numbers) -> None:
-    if h.get("leading", 0):
-        _stacked(params, grads, h)
+def _biclip_l2(
+    params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
+) -> None:
+    if hparams.get("leading", 0):
+        _stacked(params, grads, hparams)
         return
     n = len(params)
-    by_tensor = h.get("scope", "global") == "tensor"
-    u, d, decay = h["u"], h.get("d", 0.0), h.get("weight_decay", 0.0)
+    by_tensor = hparams.get("scope", "global") == "tensor"
+    u, d, decay = hparams["u"], hparams.get("d", 0.0), hparams.get("weight_decay", 0.0)
     types = [arithmetic(p.dtype) for p in params]
-    if "norm" in h:
-        clips = [_of_norm(of(h["norm"], i), of(u, i), of(d, i), dtype) for i, dtype in enumerate(types)]
+    if "norm" in hparams:
+        norm = hparams["norm"]
+        clips = [_of_norm(per_param(norm, i), per_param(u, i), per_param(d, i), t) for i, t in enumerate(types)]
     else:
         scopes = list(range(n)) if by_tensor else [0] * n
-        wanted = [(scopes[i], of(u, i), of(d, i), dtype) for i, dtype in enumerate(types)]
+        wanted = [(scopes[i], per_param(u, i), per_param(d, i), dtype) for i, dtype in enumerate(types)]
         clips = rescalings(list(grads), list(params), scopes, max(scopes, default=0) + 1, wanted)
     batches: list[Batch] = []
     for i, (p, g, clip) in enumerate(zip(params, grads, clips, strict=True)):
-        how = Step(clip, of(h["lr"], i), decay)
+        how = Step(clip, per_param(hparams["lr"], i), decay)
         if not batches or not _same(batches[-1].step, how):
             batches.append(Batch([], [], how))
         batches[-1].params.append(p)
         batches[-1].grads.append(g)
-    update(batches)
+    update(batches, cache=cache)
 
 
 def _of_norm(norm: float, u: float, d: float, dtype: torch.dtype) -> Rescaled:
@@ -61,21 +64,21 @@ def _same(a: Step, b: Step) -> bool:
     return all(x is y or (isinstance(x, float) and isinstance(y, float) and x == y) for x, y in pairs)
 
 
-def _stacked(params: Sequence[Tensor], grads: Sequence[Tensor], h: Numbers) -> None:
+def _stacked(params: Tensors, grads: Tensors, hparams: Hyperparameters) -> None:
     """The same for tensors whose leading dimensions count nodes, in torch operations."""
-    k, decay = h["leading"], h.get("weight_decay", 0.0)
+    k, decay = hparams["leading"], hparams.get("weight_decay", 0.0)
     squares = [g.double().square().reshape(*g.shape[:k], -1).sum(-1) for g in grads]
-    if h.get("scope", "global") == "global":
+    if hparams.get("scope", "global") == "global":
         squares = [torch.stack(squares).sum(0)] * len(squares)
     for i, (p, g, square) in enumerate(zip(params, grads, squares, strict=True)):
         n = square.sqrt().reshape(square.shape + (1,) * (g.dim() - k))
-        u, d = (torch.as_tensor(of(value, i), dtype=n.dtype) for value in (h["u"], h.get("d", 0.0)))
+        u, d = (torch.as_tensor(per_param(value, i), dtype=n.dtype) for value in (hparams["u"], hparams.get("d", 0.0)))
         low, high = n <= d, n >= u
         clipped = (low | high) & (n > 0)
         target = torch.where(n == 0, 0.0, torch.where(low, d, torch.where(high, u, 1.0)))
         n = torch.where(clipped | ~n.isfinite(), torch.where(n.isfinite(), n, torch.nan), 1.0)
         c = Rescaled(1.0, n.to(arithmetic(p.dtype)), target.to(arithmetic(p.dtype)))(g)
-        lr = of(h["lr"], i)
+        lr = per_param(hparams["lr"], i)
         if decay:
             p.mul_(1 - lr * decay)
         if isinstance(lr, Tensor):
@@ -84,11 +87,11 @@ def _stacked(params: Sequence[Tensor], grads: Sequence[Tensor], h: Numbers) -> N
             p.add_(c, alpha=-lr)
 
 
-def _reach(h: Numbers) -> Reach:
-    kind = "norm" if h.get("scope", "global") == "global" else "tensor norm"
-    return Reach(kind, product(h["lr"], h["u"]))  # type: ignore[arg-type]
+def _step_bound(hparams: Hyperparameters) -> StepBound:
+    kind = "norm" if hparams.get("scope", "global") == "global" else "tensor norm"
+    return StepBound(kind, product(hparams["lr"], hparams["u"]))  # type: ignore[arg-type]
 
 
 _OPTIONS = {"weight_decay": 0.0, "scope": "global"}
-L2CLIP = Rule("l2clip", ("lr", "u"), _biclip_l2, _reach, _OPTIONS)
-BICLIP_L2 = Rule("biclip-l2", ("lr", "u", "d"), _biclip_l2, _reach, _OPTIONS)
+L2CLIP = Rule("l2clip", ("lr", "u"), _biclip_l2, _step_bound, _OPTIONS, needs_norm=True)
+BICLIP_L2 = Rule("biclip-l2", ("lr", "u", "d"), _biclip_l2, _step_bound, _OPTIONS, needs_norm=True)

@@ -7,29 +7,30 @@ coordinate by at most lr / sqrt(1 - beta2).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
+from tailopt.clipping.step_cache import StepCache
 from tailopt.rules.adagrad import divide
-from tailopt.rules.rule import Numbers, Reach, Rule, State, of, product
+from tailopt.rules.rule import Hyperparameters, Rule, States, StepBound, Tensors, per_param, product
 
 
-def _rmsprop(params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State], h: Numbers) -> None:
-    beta2 = h["betas"][1]
+def _rmsprop(
+    params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
+) -> None:
+    beta2 = hparams["betas"][1]
     for i, (p, g, state) in enumerate(zip(params, grads, states, strict=True)):
         if not state:
             state["square_avg"] = torch.zeros_like(p)
         v = state["square_avg"].mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        divide(p, g, v.sqrt(), of(h["lr"], i), h["eps"])
+        divide(p, g, v.sqrt(), per_param(hparams["lr"], i), hparams["eps"])
 
 
 RMSPROP = Rule(
     "rmsprop",
     ("lr", "eps"),
     _rmsprop,
-    lambda h: Reach("coordinate", product(h["lr"], 1 / math.sqrt(1 - h["betas"][1]))),
+    lambda hparams: StepBound("coordinate", product(hparams["lr"], 1 / math.sqrt(1 - hparams["betas"][1]))),
     {"betas": (0.9, 0.99)},
     ("square_avg",),
 )

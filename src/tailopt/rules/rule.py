@@ -1,33 +1,53 @@
 """What an update rule is.
 
-A rule is the arithmetic of one optimizer, with nothing hidden: parameters, gradients, state and numbers come in as
-arguments, the parameters and their state are changed in place, and nothing else is. Tensors may have any number of
-leading dimensions: one node's parameter, the parameters of many nodes stacked, and a rank's shard are the same to it.
-An outer rule takes the negated mean displacement for a gradient.
+A rule is the arithmetic of one optimizer, with nothing hidden: parameters, gradients, state and hyperparameters come in
+as arguments; the step changes the parameters and their state in place, and nothing else. Tensors may have any number of
+leading dimensions: a rule treats one node's parameter, the stacked parameters of many nodes and a rank's shard alike.
+An outer rule takes the negated mean displacement as the gradient.
 
-Numbers (`lr`, `u`, `d`, `eps` ...) are floats, tensors that broadcast against a parameter, or a list with one of
-either for each parameter.
+Hyperparameters (`lr`, `u`, `d`, `eps` ...) are floats, tensors that broadcast against a parameter, or a list with one
+of either for each parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from tailopt.clipping.step_cache import StepCache
+
 Number = float | Tensor
-Numbers = Mapping[str, Any]
+Hyperparameters = Mapping[str, Any]
 State = dict[str, Any]  # of one parameter: tensors and plain values; empty before its first step
-Step = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[State], Numbers], None]
+Tensors = Sequence[Tensor]
+States = Sequence[State]
+
+
+class StepFunction(Protocol):
+    """A rule's step: changes parameters and states in place.
+
+    cache: what the caller keeps between the steps of the same parameters. It saves time and changes no bit; rules
+    without a kernel ignore it.
+    """
+
+    def __call__(
+        self,
+        params: Tensors,
+        grads: Tensors,
+        states: States,
+        hparams: Hyperparameters,
+        cache: StepCache | None = None,
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
-class Reach:
+class StepBound:
     """How far one step moves at most: every coordinate, or the Euclidean norm over all tensors or over each.
 
-    length: a number, a tensor, or a list with one for each parameter; what decoupled weight decay adds is not in it.
+    length: a number, a tensor, or a list with one for each parameter. Decoupled weight decay is not included.
     """
 
     kind: Literal["coordinate", "norm", "tensor norm"]
@@ -40,41 +60,44 @@ class Rule:
 
     Args:
         name: as in the name of an algorithm.
-        settings: what must be given.
-        options: what may be given, with its default.
-        step: (parameters, gradients, states, numbers) -> None, in place.
-        reach: numbers -> how far one step moves at most; None where nothing bounds it.
-        state_names: the tensors a parameter's state holds after a step.
+        settings: required hyperparameters.
+        options: optional hyperparameters, with their defaults.
+        step: (parameters, gradients, states, hyperparameters, cache) -> None, in place.
+        step_bound: hyperparameters -> how far one step moves at most; None if nothing bounds it.
+        state_names: the tensors in a parameter's state after a step.
+        needs_norm: whether a step needs the norm of the whole gradient. A caller that holds only a part of the
+            gradient passes the norm as the hyperparameter `norm`.
     """
 
     name: str
     settings: tuple[str, ...]
-    step: Step
-    reach: Callable[[Numbers], Reach | None]
+    step: StepFunction
+    step_bound: Callable[[Hyperparameters], StepBound | None]
     options: Mapping[str, Any] = field(default_factory=dict)
     state_names: tuple[str, ...] = ()
+    needs_norm: bool = False
 
 
-def of(value: Any, i: int) -> Any:
-    """A number of the i-th parameter: its own where there is a list, else the common one."""
+def per_param(value: Any, i: int) -> Any:
+    """A hyperparameter of the i-th parameter: its own value if there is a list, else the common one."""
     return value[i] if isinstance(value, list) else value
 
 
-def given(value: Number) -> bool:
-    """Whether an option such as momentum does anything; a tensor is taken to."""
+def is_active(value: Number) -> bool:
+    """Whether an option such as momentum has an effect; a tensor counts as active, since reading it could wait."""
     return isinstance(value, Tensor) or value != 0
 
 
-def listed(value: Any, n: int) -> list[Any]:
-    """A number for each of n parameters."""
+def as_list(value: Any, n: int) -> list[Any]:
+    """A hyperparameter as a list with one value for each of n parameters."""
     return value if isinstance(value, list) else [value] * n
 
 
 def product(*values: Any) -> Any:
-    """The product of numbers some of which may be lists with one for each parameter."""
+    """The product of numbers, some of which may be lists with one for each parameter."""
     lengths = [len(value) for value in values if isinstance(value, list)]
     if lengths:
-        return [product(*(of(value, i) for value in values)) for i in range(lengths[0])]
+        return [product(*(per_param(value, i) for value in values)) for i in range(lengths[0])]
     result = values[0]
     for value in values[1:]:
         result = result * value

@@ -9,32 +9,35 @@ torch.optim.SGD's operations in its order, so that its bits are ours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from tailopt.rules.rule import Numbers, Rule, State, given, of
+from tailopt.clipping.step_cache import StepCache
+from tailopt.rules.rule import Hyperparameters, Rule, States, Tensors, is_active, per_param
 
 
-def _average(params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State], h: Numbers) -> None:
+def _average(
+    params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
+) -> None:
     for p, g in zip(params, grads, strict=True):
         p.sub_(g)
 
 
-def _sgd(params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State], h: Numbers) -> None:
-    _descend(params, grads, states, h, nesterov=False)
-
-
-def _nesterov(params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State], h: Numbers) -> None:
-    _descend(params, grads, states, h, nesterov=True)
-
-
-def _descend(
-    params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State], h: Numbers, nesterov: bool
+def _sgd(
+    params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
-    momentum = h.get("momentum", 0.0)
+    _descend(params, grads, states, hparams, nesterov=False)
+
+
+def _nesterov(
+    params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
+) -> None:
+    _descend(params, grads, states, hparams, nesterov=True)
+
+
+def _descend(params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, nesterov: bool) -> None:
+    momentum = hparams.get("momentum", 0.0)
     for i, (p, g, state) in enumerate(zip(params, grads, states, strict=True)):
-        if given(momentum):
+        if is_active(momentum):
             if "momentum_buffer" in state:
                 state["momentum_buffer"].mul_(momentum).add_(g)
             else:
@@ -44,14 +47,14 @@ def _descend(
                 g = g + v * momentum if isinstance(momentum, Tensor) else g.add(v, alpha=momentum)
             else:
                 g = v
-        lr = of(h["lr"], i)
+        lr = per_param(hparams["lr"], i)
         if isinstance(lr, Tensor):
             p.sub_(g * lr)
         else:
             p.add_(g, alpha=-lr)
 
 
-def _unbounded(h: Numbers) -> None:
+def _unbounded(hparams: Hyperparameters) -> None:
     return None
 
 

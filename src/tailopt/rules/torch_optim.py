@@ -7,14 +7,14 @@ parameter and what it changes in its group. Nothing bounds how far it moves.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tailopt.rules.rule import Numbers, Rule, State
+from tailopt.clipping.step_cache import StepCache
+from tailopt.rules.rule import Hyperparameters, Rule, States, Tensors
 
 REFUSED = {"LBFGS": "it needs a closure", "SparseAdam": "it takes sparse gradients alone"}
 GROUP = "param_group"  # where the first parameter's state keeps what the class changed in its group
@@ -34,26 +34,28 @@ def torch_rule(kind: type[Optimizer]) -> Rule:
     if kind.__name__ in REFUSED:
         raise ValueError(f"{kind.__name__} cannot be used here: {REFUSED[kind.__name__]}. Take another optimizer.")
 
-    def step(params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State], h: Numbers) -> None:
-        _step(kind, params, grads, states, h)
+    def step(
+        params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
+    ) -> None:
+        _step(kind, params, grads, states, hparams)
 
     accepted = list(inspect.signature(kind.__init__).parameters.values())[2:]  # without self and params
     required = tuple(a.name for a in accepted if a.default is a.empty and a.kind is not a.VAR_KEYWORD)
     options = {a.name: a.default for a in accepted if a.default is not a.empty}
-    return Rule(kind.__name__, required, step, lambda h: None, options)
+    return Rule(kind.__name__, required, step, lambda hparams: None, options)
 
 
 def _step(
     kind: type[Optimizer],
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: Sequence[State],
-    h: Numbers,
+    params: Tensors,
+    grads: Tensors,
+    states: States,
+    hparams: Hyperparameters,
 ) -> None:
     leaves = [p.detach() for p in params]  # the same memory
     for leaf, g in zip(leaves, grads, strict=True):
         leaf.grad = g.clone()  # some optimizers write into it
-    optimizer = kind(leaves, **_plain(h))
+    optimizer = kind(leaves, **_plain(hparams))
     group = optimizer.param_groups[0]
     before = _settings(group)
     for leaf, state in zip(leaves, states, strict=True):
@@ -73,8 +75,8 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params" and not isinstance(value, Tensor)}
 
 
-def _plain(h: Numbers) -> dict[str, Any]:
-    for name, value in h.items():
+def _plain(hparams: Hyperparameters) -> dict[str, Any]:
+    for name, value in hparams.items():
         if isinstance(value, list) or (isinstance(value, torch.Tensor) and value.numel() != 1):
             raise ValueError(f"Invalid {name}: {value}; an optimizer of torch.optim takes one number for all tensors.")
-    return dict(h)
+    return dict(hparams)

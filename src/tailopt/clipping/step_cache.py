@@ -1,0 +1,176 @@
+"""What one step finds out about its tensors and the next one can use: the step cache.
+
+A step over many small tensors costs mostly questions: is every tensor on the CPU, contiguous, of a type the C kernel
+takes, and where is it? Whoever steps on the same parameters again and again (an optimizer, an engine) owns one
+`StepCache` and passes it to every step. A cache is always safe to pass: whatever differs from the last step is found
+out again. It holds numbers and addresses, never a tensor, so it keeps no memory alive.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from tailopt.clipping.kernels.kernel import Batch
+from tailopt.clipping.memory import check_memory
+from tailopt.clipping.operators import arithmetic
+from tailopt.clipping.reference import Coordinates, Step
+from tailopt.native.library import DTYPES, addresses, sizes
+
+ROW = 9  # numbers of a step, as `Row` in cpu.c
+
+
+class StepCache:
+    """Sizes, types, addresses and numbers of the last step of the C kernel.
+
+    Gradients are new tensors in every step, and asking each of them would cost more than the step. So torch compares
+    all tensors at once with those of the last step: type, dtype, device, layout, shape, strides, lazy negation.
+
+    Args:
+        reused: whether another step will see this cache; if not, the comparison with the next step is not prepared.
+    """
+
+    def __init__(self, reused: bool = True) -> None:
+        self._reused = reused
+        self._matches: Callable[..., bool] | None = None  # compares tensors with those of the last step
+        self.sizes, self.dtype_codes = array("q"), array("i")
+        self._arithmetics: list[torch.dtype] = []  # by parameter
+        self.param_addresses, self._grad_addresses = array("Q"), array("Q")
+        self.distinct = True  # no parameter is in the list twice
+        self._steps: list[Step] = []  # of the last batches; empty if a tensor that may change is among their numbers
+        self._lengths: list[int] = []  # parameters in each of the last batches
+        self._row_sources: list[tuple[int, torch.dtype]] = []  # batch and arithmetic of each row
+        self._rows, self._row_of_param = array("d"), array("i")
+
+    def __reduce__(self) -> tuple[type[StepCache], tuple[bool]]:
+        return StepCache, (self._reused,)  # addresses are of this process and these tensors: a copy starts empty
+
+    def prepare(self, params: list[Tensor], grads: list[Tensor]) -> bool:
+        """Bring sizes, types and addresses up to date; False if the C kernel cannot take these tensors."""
+        try:
+            if not self._recognises(params, grads):
+                self._matches = None  # nothing is known until everything is
+                if not go_together(params, grads):
+                    return False
+                self.learn(params)
+                if self._reused:
+                    self._matches = _comparison(params + grads)
+            self.locate(params)
+            return True
+        except RuntimeError:  # a tensor without memory of its own, as inside a function transform
+            return False
+
+    def _recognises(self, params: list[Tensor], grads: list[Tensor]) -> bool:
+        """Whether these tensors have the types, sizes and strides of the last ones."""
+        if self._matches is None or len(params) != len(self.sizes):
+            return False
+        return self._matches(*params, *grads)
+
+    def learn(self, params: list[Tensor]) -> None:
+        """Sizes and types of parameters that the C kernel can take."""
+        dtypes = list(map(_DTYPE, params))
+        self.sizes, self.dtype_codes = sizes(params), array("i", [DTYPES[t] for t in dtypes])
+        self._arithmetics = [arithmetic(t) for t in dtypes]
+        self._steps, self._lengths = [], []
+        self.param_addresses = self._grad_addresses = array("Q")
+
+    def locate(self, params: list[Tensor]) -> None:
+        """Addresses of the parameters: they may change while everything else stays."""
+        now = addresses(params)
+        if now != self.param_addresses:
+            check_memory(params)
+            used = [address for address in now if address]  # empty tensors have none
+            self.param_addresses, self.distinct = now, len(set(used)) == len(used)
+
+    def locate_gradients(self, grads: list[Tensor]) -> array[int]:
+        """Addresses of the gradients, all of which have memory."""
+        now = addresses(grads)
+        if now != self._grad_addresses:
+            check_memory(grads, now)
+            self._grad_addresses = now
+        return now
+
+    def same_steps(self, batches: Sequence[Batch]) -> bool:
+        """Whether as many parameters take the very steps of last time, none of which can have changed."""
+        if len(batches) != len(self._steps):
+            return False
+        for batch, step, length in zip(batches, self._steps, self._lengths, strict=True):
+            if batch.step is not step or len(batch.params) != length:
+                return False
+        return True
+
+    def rows(self, batches: Sequence[Batch]) -> tuple[array[float], array[int]]:
+        """The numbers of the steps as cpu.c takes them, and which row of them every parameter gets."""
+        if self.same_steps(batches):
+            return self._rows, self._row_of_param
+        lengths = [len(batch.params) for batch in batches]
+        if lengths != self._lengths:
+            self._assign_rows(lengths)
+        self._rows = array("d")
+        for k, dtype in self._row_sources:
+            self._rows.extend(row(batches[k].step, dtype))
+        fixed = not any(isinstance(t, Tensor) for batch in batches for t in (batch.step.lr, *batch.step.clip))
+        self._steps = [batch.step for batch in batches] if fixed else []
+        return self._rows, self._row_of_param
+
+    def _assign_rows(self, lengths: list[int]) -> None:
+        """One row for every batch and type of arithmetic in it."""
+        self._lengths, self._row_sources, self._row_of_param = lengths, [], array("i")
+        for k, length in enumerate(lengths):
+            start = len(self._row_of_param)
+            types = self._arithmetics[start : start + length]
+            row_of_type: dict[torch.dtype, int] = {}
+            for dtype in set(types):
+                row_of_type[dtype] = len(self._row_sources)
+                self._row_sources.append((k, dtype))
+            self._row_of_param.extend([row_of_type[t] for t in types])
+
+
+def row(step: Step, dtype: torch.dtype) -> tuple[float, ...]:
+    """The numbers of a step in the order of `Row` in cpu.c."""
+    clip = tuple(map(float, step.clip))
+    sides = (clip + (1.0, 1.0, 1.0)) if isinstance(step.clip, Coordinates) else ((math.inf, 0.0, 0.0) + clip)
+    decay = float(step.decay(dtype)) if step.weight_decay else 1.0
+    return (-float(step.lr), decay, float(step.maximize), *sides)
+
+
+def go_together(params: list[Tensor], grads: list[Tensor]) -> bool:
+    """Whether the C kernel can walk through parameters and gradients side by side."""
+    dtypes = list(map(_DTYPE, params))
+    return (
+        set(dtypes) <= DTYPES.keys()
+        and list(map(_DTYPE, grads)) == dtypes
+        and _are_flat(params + grads)
+        and sizes(params) == sizes(grads)
+    )
+
+
+def _are_flat(tensors: list[Tensor]) -> bool:
+    """Whether these are plain tensors on the CPU whose elements lie one after another."""
+    return (
+        set(map(type, tensors)) <= PLAIN_TYPES
+        and all(map(_ON_CPU, tensors))
+        and set(map(_LAYOUT, tensors)) <= {torch.strided}
+        and all(map(Tensor.is_contiguous, tensors))
+        and not any(map(Tensor.is_neg, tensors))
+    )
+
+
+def _comparison(tensors: list[Tensor]) -> Callable[..., bool] | None:
+    """A function that compares as many tensors with these, as the guards of torch.compile do; None without them."""
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    except (ImportError, TypeError):  # not a public part of torch: without it every step asks every tensor again
+        return None
+    return guards.check
+
+
+_DTYPE, _ON_CPU, _LAYOUT = attrgetter("dtype"), attrgetter("is_cpu"), attrgetter("layout")
+PLAIN_TYPES = {Tensor, torch.nn.Parameter}
