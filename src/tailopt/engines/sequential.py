@@ -185,13 +185,16 @@ class Sequential:
         watch: Watch | None,
     ) -> None:
         weights = self._model_state.weights
-        moving = [i for i, p in enumerate(params) if p.grad is not None]
-        grads = [as_real(g) for p in params if (g := p.grad) is not None]
+        grads = [g for p in params if (g := p.grad) is not None]
+        all_move = len(grads) == len(params)
+        moving = range(len(params)) if all_move else [i for i, p in enumerate(params) if p.grad is not None]
+        if any(map(Tensor.is_complex, grads)):
+            grads = [as_real(g) for g in grads]
         if watch is not None:
             for i, g in zip(moving, grads, strict=True):
                 u, d, zone = per_param(hparams.get("u", float("inf")), i), per_param(hparams.get("d", 0.0), i), 0.0
                 tally(g.coalesce() if g.is_sparse else g, i, (u, d, zone), watch.tallies(g.device, len(params)))
-        if len(moving) < len(params):  # a parameter that the loss did not reach keeps its value and its state
+        if not all_move:  # a parameter that the loss did not reach keeps its value and its state
             hparams = {k: [v[i] for i in moving] if isinstance(v, list) else v for k, v in hparams.items()}
             weights, states = [weights[i] for i in moving], [states[i] for i in moving]
         if weights:
