@@ -2,7 +2,7 @@
 
     python benchmarks/exchange.py [--runs 5] [--repetitions 15] [--write]
 
-    the exchange alone   stretches to their owners, the sum in node order, new weights back
+    the exchange alone   partitions to their owners, the sum in node order, new weights back
     the whole round      displacement, checksum, guard, exchange, outer step (Nesterov), load
 
 Every process is a node with one thread. In a repetition all competitors take turns in random order, the same on every
@@ -38,11 +38,13 @@ from cpu_step import TOLERANCE, gpt2_shapes, machine, put
 from torch import Tensor
 
 from tailopt.distributed import flat_kernels
-from tailopt.distributed.exchange import Statement, Terms, Wire
-from tailopt.distributed.nested_optimizer import Node
+from tailopt.distributed.node import Node
+from tailopt.distributed.terms import Statement, Terms
+from tailopt.distributed.transport import Transport
 from tailopt.rounds.guard import Bound
+from tailopt.rounds.hyperparameters import outer_hyperparameters
 from tailopt.rounds.participants import Sampling
-from tailopt.rules.table import OUTER
+from tailopt.rounds.policy import RoundPolicy
 
 SHAPES = {"2.1M": gpt2_shapes(4, 128, 4, 9984, 256), "25M": gpt2_shapes(5, 512, 4, 16384, 1024)}
 BARE, CONTROL, ALONE, ROUND = "all_reduce", "all_reduce again", "the exchange alone", "the whole round"
@@ -65,28 +67,28 @@ MOVED = 1e-3  # at most, by a coordinate in a round: what the guard is told
 
 def competitors(size: str) -> tuple[dict[str, Callable[[], None]], Callable[[], None]]:
     """What is timed, and what a node does before a round: it moves."""
-    wire = Wire.of()
-    source = torch.Generator().manual_seed(wire.node)
+    transport = Transport.of()
+    source = torch.Generator().manual_seed(transport.node)
     params = [torch.randn(shape, generator=source) for shape in SHAPES[size]]
     noise = [torch.rand(shape, generator=source).sub_(0.5).mul_(MOVED) for shape in SHAPES[size]]
-    node = Node(wire, [str(i) for i in range(len(params))], params, None)
+    node = Node(transport, [str(i) for i in range(len(params))], params, None)
     node.start()
-    who = Sampling((1.0,) * wire.nodes, wire.nodes, "uniform", 0).draw(1)
+    who = Sampling((1.0,) * transport.nodes, transport.nodes, "uniform", 0).draw(1)
     bound = Bound("coordinate", MOVED, 0.0, 1)
     said, terms = Statement(1, bound, 0.0), Terms(expected=lambda node, steps: bound)
-    outer = OUTER["nesterov"]
-    numbers = {"lr": 0.7, "momentum": 0.9}
+    policy = RoundPolicy(rounds=None, local_steps=1, inner_state="keep")
+    outer = outer_hyperparameters("nesterov", {"olr": 0.7, "momentum": 0.9}, node.exchange.names)
     part = node.exchange
     flat = torch.zeros(part.layout.total)
 
     def alone() -> None:
-        part.wire.swap([part.delta[part.layout.stretch(k)] for k in range(wire.nodes)], part._received)
-        flat_kernels.mean(part._received, list(who.shares.values()), 1.0)
+        part.transport.exchange([part.delta[part.layout.partition(k)] for k in range(transport.nodes)], part.received)
+        flat_kernels.mean(part.received, list(who.shares.values()), 1.0)
         part.share(node.x)
 
     def whole() -> None:
-        report = node.close(who, said, terms, outer, numbers)
-        assert not report.excluded
+        report = node.close_round(who, said, terms, outer, policy)
+        assert not report.settlement.excluded
 
     def move() -> None:
         torch._foreach_add_(params, noise)

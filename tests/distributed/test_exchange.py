@@ -16,8 +16,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailopt.distributed.exchange import ALIGNMENT, Exchange, Layout, Statement, Terms, Wire
+from tailopt.distributed.exchange import Exchange
 from tailopt.distributed.header import Damaged, Header
+from tailopt.distributed.layout import ALIGNMENT, Layout
+from tailopt.distributed.terms import Statement, Terms
+from tailopt.distributed.transport import Transport
 from tailopt.rounds.block_norm import BLOCK
 from tailopt.rounds.participants import Sampling
 
@@ -45,7 +48,7 @@ def test_every_element_belongs_to_one_node(sizes: list[int], nodes: int) -> None
     assert int(seen.sum()) == sum(sizes)  # padding belongs to nobody
 
 
-class Altered(Wire):
+class Altered(Transport):
     """Alone, with a header that comes back as another."""
 
     change: dict[str, Any] = {}
@@ -53,7 +56,7 @@ class Altered(Wire):
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
         return mine.unsqueeze(0)
 
-    def announce(self, head: Header, outgoing: Any = (), incoming: Any = ()) -> list[Header]:
+    def exchange_with_header(self, head: Header, outgoing: Any = (), incoming: Any = ()) -> list[Header]:
         return [head._replace(**self.change)]
 
 
@@ -68,13 +71,13 @@ class Altered(Wire):
     ],
 )
 def test_headers_that_end_a_run(change: dict[str, Any], said: str | None) -> None:
-    wire = Altered(None, 0, 1)  # type: ignore[arg-type]
-    exchange, x = Exchange(wire, ["w"], [torch.Size([30])], [torch.float32]), torch.zeros(32)
+    transport = Altered(None, 0, 1)  # type: ignore[arg-type]
+    exchange, x = Exchange(transport, ["w"], [torch.Size([30])], [torch.float32]), torch.zeros(32)
     exchange.load([torch.zeros(30)], x)
     exchange.restart(x)
-    exchange.moved([torch.ones(30)], x)
+    exchange.measure_displacement([torch.ones(30)], x)
     who = Sampling((1.0,), 1, "uniform", 0).draw(1)
-    wire.change = change
+    transport.change = change
     if said is None or said == "dropped":
         report, _ = exchange.close(1, who, x, {}, {}, Statement(1), Terms())
         assert [e.reason for e in report.excluded] == ([said] if said else [])
@@ -87,10 +90,10 @@ def main(rank: int, store: str, out: str) -> None:
     """A node; one of them has another model, one comes late."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NODES)
-    wire = Wire.of(timeout=10.0)
+    transport = Transport.of(timeout=10.0)
     shape = torch.Size([40 if rank == ODD else 30])
-    exchange = Exchange(wire, ["w"], [shape], [torch.float32])
-    exchange.moved([torch.ones(shape)], torch.zeros(exchange.layout.total))
+    exchange = Exchange(transport, ["w"], [shape], [torch.float32])
+    exchange.measure_displacement([torch.ones(shape)], torch.zeros(exchange.layout.total))
     who = Sampling((1.0,) * NODES, NODES, "uniform", 0).draw(1)
     time.sleep(1.5 if rank == LATE else 0.0)
     try:

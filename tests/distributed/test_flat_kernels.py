@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailopt.distributed import exchange, flat_kernels
-from tailopt.distributed.exchange import Layout, _step, _Sum
-from tailopt.distributed.flat_kernels import Span
+from tailopt.distributed import flat_kernels, outer_step, transport
+from tailopt.distributed.layout import Layout, Segment
+from tailopt.distributed.outer_step import PendingMean
 from tailopt.native import library
 from tailopt.rules.rule import State
 from tailopt.rules.table import OUTER
@@ -31,12 +31,8 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def spans(layout: Layout) -> list[Span]:
-    return [
-        Span(s.tensor, s.start - layout.offsets[s.tensor], s.start, s.stop - s.start, k)
-        for k in range(layout.nodes)
-        for s in layout.segments(k)
-    ]
+def segments(layout: Layout) -> list[Segment]:
+    return [s for k in range(layout.nodes) for s in layout.segments(k)]
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -48,8 +44,8 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
 
 
-def torch_look(x: torch.Tensor) -> flat_kernels.Look:
-    return flat_kernels.Look(flat_kernels._checksum(x), flat_kernels._top(x))
+def torch_stats(x: torch.Tensor) -> flat_kernels.BufferStats:
+    return flat_kernels.BufferStats(flat_kernels._checksum(x), flat_kernels._max_abs(x))
 
 
 def signed(value: int) -> int:
@@ -66,15 +62,15 @@ def mixed(i: int) -> int:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 70_000), min_size=1, max_size=5), st.integers(1, 4), st.integers(0, 99))
-def test_moved_fills_the_buffer_and_sees_every_stretch(sizes: list[int], nodes: int, seed: int) -> None:
+def test_displacement_fills_the_buffer_and_sees_every_partition(sizes: list[int], nodes: int, seed: int) -> None:
     layout = Layout(tuple(sizes), nodes)
     params = [numbers(n, seed=seed + i) for i, n in enumerate(sizes)]
     x, delta = numbers(layout.total, seed=seed + 50), torch.zeros(layout.total)
-    looks = flat_kernels.moved(params, x, delta, spans(layout), layout.cuts)
+    stats = flat_kernels.displacement(params, x, delta, segments(layout), layout.cuts)
     shapes = [p.shape for p in params]
     for p, begun, d in zip(params, layout.views(x, shapes), layout.views(delta, shapes), strict=True):
         assert same(d, p - begun)
-    assert looks == [torch_look(delta[layout.stretch(k)]) for k in range(nodes)]
+    assert stats == [torch_stats(delta[layout.partition(k)]) for k in range(nodes)]
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
@@ -83,26 +79,26 @@ def test_other_types_move_from_the_rounded_start(kind: torch.dtype) -> None:
     flat = torch.float64 if kind == torch.float64 else torch.float32
     params, x = [numbers(11, 3).t().to(kind), numbers(10).to(kind)], numbers(layout.total).to(flat)
     delta = torch.zeros(layout.total, dtype=flat)
-    looks = flat_kernels.moved(params, x, delta, spans(layout), layout.cuts)
+    stats = flat_kernels.displacement(params, x, delta, segments(layout), layout.cuts)
     shapes = [p.shape for p in params]
     for p, begun, d in zip(params, layout.views(x, shapes), layout.views(delta, shapes), strict=True):
         assert torch.equal(d, p.to(flat) - begun.to(kind).to(flat))
-    assert looks == [torch_look(delta[layout.stretch(k)]) for k in range(2)]
+    assert stats == [torch_stats(delta[layout.partition(k)]) for k in range(2)]
 
 
 @needs_kernel
 @pytest.mark.parametrize(("variant", "threads"), VARIANTS)
 @pytest.mark.parametrize("wrong", [0.0, -0.0, 1e30, -1e30, float("inf"), float("-inf"), float("nan")])
-def test_a_look_of_the_kernel_is_a_look_of_torch(variant: str, threads: int, wrong: float) -> None:
+def test_the_kernel_and_torch_see_the_same_stats(variant: str, threads: int, wrong: float) -> None:
     assert KERNEL is not None
     for n in (1, 2, 7, 16, 1024, 1040, LARGE):
         x = numbers(n)
         x[n // 3] = wrong
         where = array("Q", [x.data_ptr()]), array("q", [n]), array("q", [0]), array("i", [0])
         (checksum,), (top,) = KERNEL.moved_at(None, None, *where, 1, variant=variant, threads=threads)
-        expected = torch_look(x)
+        expected = torch_stats(x)
         assert checksum == expected.checksum
-        assert top == expected.top or (top != top and expected.top != expected.top)
+        assert top == expected.max_abs or (top != top and expected.max_abs != expected.max_abs)
 
 
 PAGE = flat_kernels.PAGE
@@ -111,7 +107,7 @@ PAGE = flat_kernels.PAGE
 @pytest.mark.parametrize("count", [0, 1, PAGE // 4 - 1, PAGE // 4, PAGE // 2 + 3])
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
 def test_room_is_zeros_of_its_own(count: int, kind: torch.dtype) -> None:
-    x, y = flat_kernels.room(count, kind), flat_kernels.room(count, kind)
+    x, y = flat_kernels.alloc_huge_pages(count, kind), flat_kernels.alloc_huge_pages(count, kind)
     assert torch.equal(x, torch.zeros(count, dtype=kind)) and x.dtype == kind and x.is_contiguous()
     x.fill_(1.0)
     assert not y.any()
@@ -119,21 +115,21 @@ def test_room_is_zeros_of_its_own(count: int, kind: torch.dtype) -> None:
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no large pages on this system")
 def test_room_begins_with_a_page_and_outlives_its_maker() -> None:
-    rows = [flat_kernels.room(flat_kernels.PAGE, torch.float32).fill_(k) for k in range(4)]
+    rows = [flat_kernels.alloc_huge_pages(flat_kernels.PAGE, torch.float32).fill_(k) for k in range(4)]
     gc.collect()
     assert all(row.data_ptr() % flat_kernels.PAGE == 0 and bool((row == k).all()) for k, row in enumerate(rows))
 
 
 def test_room_without_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    assert torch.equal(flat_kernels.room(flat_kernels.PAGE, torch.float32), torch.zeros(flat_kernels.PAGE))
+    assert torch.equal(flat_kernels.alloc_huge_pages(flat_kernels.PAGE, torch.float32), torch.zeros(flat_kernels.PAGE))
 
 
 @given(st.integers(1, 1 << 27))
-def test_a_stretch_goes_in_few_messages_of_about_the_same_size(count: int) -> None:
-    size = exchange._message(count)
+def test_a_partition_goes_in_few_messages_of_about_the_same_size(count: int) -> None:
+    size = transport._message_size(count)
     parts = -(-count // size)
-    assert min(count, 2 * exchange.MESSAGE // 3) <= size <= 3 * exchange.MESSAGE // 2
+    assert min(count, 2 * transport.MESSAGE // 3) <= size <= 3 * transport.MESSAGE // 2
     assert count - size * (parts - 1) > size - parts  # the last one is not a crumb
 
 
@@ -154,7 +150,7 @@ def test_a_checksum_by_hand() -> None:
         x = torch.zeros(place + 1)
         x[place] = 1.0
         key, page_key = mixed(place % 1024) >> 32 | 1, mixed(1024 + place // 1024) | 1
-        for found in (flat_kernels.checksum(x), flat_kernels._checksum(x), flat_kernels.look(x).checksum):
+        for found in (flat_kernels.checksum(x), flat_kernels._checksum(x), flat_kernels.checksum_and_max(x).checksum):
             assert found == signed(0x3F800000 * key * page_key)
 
 
@@ -167,12 +163,12 @@ def test_the_keys_of_a_page_are_odd_and_different() -> None:
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
 def test_any_flipped_bit_is_seen(kind: torch.dtype) -> None:
     x = numbers(3000).to(kind)
-    before = flat_kernels.look(x).checksum
+    before = flat_kernels.checksum_and_max(x).checksum
     for i in (0, 1, 2, 63, 511, 512, 1023, 1024, 1500, 2999):
         for bit in range(8 * kind.itemsize):
             flipped = x.clone()
             bits(flipped)[i] ^= signed(1 << bit) if kind == torch.float64 else signed(1 << bit << 32) >> 32
-            assert flat_kernels.look(flipped).checksum != before
+            assert flat_kernels.checksum_and_max(flipped).checksum != before
 
 
 @settings(max_examples=300, deadline=None)
@@ -196,7 +192,7 @@ def changed(x: torch.Tensor, change: Callable[[torch.Tensor], None]) -> bool:
     y = x.clone()
     change(y.view(torch.int64))
     assert not same(x, y)
-    return flat_kernels.look(x).checksum != flat_kernels.look(y).checksum
+    return flat_kernels.checksum_and_max(x).checksum != flat_kernels.checksum_and_max(y).checksum
 
 
 places = st.integers(0, SIZE - 1)
@@ -271,7 +267,7 @@ def test_paired_flips_are_seen(i: int, j: int, bit: int, top: bool, seed: int) -
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(1, 400_000), max_size=6), st.integers(0, 9))
 def test_a_checksum_does_not_depend_on_how_it_is_formed(variant: str, threads: int, cuts: list[int], seed: int) -> None:
-    """Instruction sets, threads, and where the stretch is cut into spans, odd places included."""
+    """Instruction sets, threads, and where the buffer is cut into segments, odd places included."""
     assert KERNEL is not None
     x = numbers(400_001, seed=seed)
     ends = sorted({0, *cuts, x.numel()})
@@ -282,7 +278,7 @@ def test_a_checksum_does_not_depend_on_how_it_is_formed(variant: str, threads: i
     y = torch.zeros_like(x)
     to = array("Q", [y.data_ptr() + 4 * start for start in ends[:-1]])
     (loaded,) = KERNEL.load_at(to, where, *pieces, variant=variant, threads=threads)
-    assert found == loaded == flat_kernels._checksum(x) and top == flat_kernels._top(x)
+    assert found == loaded == flat_kernels._checksum(x) and top == flat_kernels._max_abs(x)
     assert same(x, y)
 
 
@@ -311,25 +307,25 @@ def test_load_is_a_copy_with_checksums(sizes: list[int], nodes: int, kind: torch
             view[: len(STRANGE)] = words(*STRANGE)[: view.numel()]
     expected = [torch.empty_like(p) for p in params]
     torch._foreach_copy_(expected, views)
-    for prepared in (spans(layout), flat_kernels.Spans.of(spans(layout), layout.cuts)):
+    for prepared in (segments(layout), flat_kernels.SegmentTable.of(segments(layout), layout.cuts)):
         found = flat_kernels.load(params, x, prepared, layout.cuts)
         assert all(map(same, params, expected))
-        assert found == [flat_kernels.look(x[layout.stretch(k)]).checksum for k in range(nodes)]
+        assert found == [flat_kernels.checksum_and_max(x[layout.partition(k)]).checksum for k in range(nodes)]
         for p in params:
             p.zero_()
 
 
 def test_kept_addresses_follow_tensors_that_move() -> None:
     layout = Layout((40, 5), 2)
-    kept = flat_kernels.Spans.of(spans(layout), layout.cuts)
+    kept = flat_kernels.SegmentTable.of(segments(layout), layout.cuts)
     for turn in range(4):
         params, x = [numbers(40, seed=turn), numbers(5, seed=turn)], numbers(layout.total, seed=turn + 10)
         delta = torch.zeros(layout.total)
-        looks = flat_kernels.moved(params, x, delta, kept, layout.cuts)
+        stats = flat_kernels.displacement(params, x, delta, kept, layout.cuts)
         views = layout.views(x, [p.shape for p in params])
         for p, begun, d in zip(params, views, layout.views(delta, [p.shape for p in params]), strict=True):
             assert same(d, p - begun)
-        assert looks == [torch_look(delta[layout.stretch(k)]) for k in range(2)]
+        assert stats == [torch_stats(delta[layout.partition(k)]) for k in range(2)]
         flat_kernels.load(params, x, kept, layout.cuts)
         assert all(map(same, params, views))
 
@@ -338,7 +334,7 @@ def test_load_takes_any_layout_of_a_parameter() -> None:
     layout = Layout((12, 0, 10), 2)
     x = numbers(layout.total)
     params = [torch.zeros(4, 3).t(), torch.zeros(0, 5), torch.zeros(20)[::2]]
-    flat_kernels.load(params, x, spans(layout), layout.cuts)
+    flat_kernels.load(params, x, segments(layout), layout.cuts)
     for p, view in zip(params, layout.views(x, [p.shape for p in params]), strict=True):
         assert torch.equal(p, view)
 
@@ -347,7 +343,7 @@ def test_autograd_notices_a_load() -> None:
     layout = Layout((3,), 1)
     p = torch.ones(3, requires_grad=True)
     loss = (p * p).sum()
-    flat_kernels.load([p.detach()], torch.zeros(layout.total), spans(layout), layout.cuts)
+    flat_kernels.load([p.detach()], torch.zeros(layout.total), segments(layout), layout.cuts)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -410,12 +406,14 @@ def test_a_descent_of_the_kernel_is_the_rule_on_the_mean(
     for turn in range(3):
         rows = list(numbers(3, length, seed=turn).unbind())
         mean = flat_kernels._mean([row.clone() for row in rows], shares, whole, False)
-        _step(rule, cut(theirs), cut(mean), others, more)
-        took.append(flat_kernels.descend(rule, ours, states, more, rows, shares, whole, pieces))
+        outer_step.outer_step(rule, cut(theirs), cut(mean), others, more)
+        took.append(
+            flat_kernels.mean_and_sgd_step(rule, ours, states, more, flat_kernels.Rows(rows, shares, whole), pieces)
+        )
         if not took[-1]:  # the first step makes the state
-            form = _Sum(rows, shares, whole)
+            form = PendingMean(rows, shares, whole)
             form.form(0, length)
-            _step(rule, cut(ours), cut(rows[0]), states, more)
+            outer_step.outer_step(rule, cut(ours), cut(rows[0]), states, more)
         assert same(ours, theirs)
     for state, other in zip(states, others, strict=True):
         assert state.keys() == other.keys()
@@ -427,6 +425,12 @@ def test_what_the_kernel_cannot_do_is_left_to_torch() -> None:
     x, row, whole = numbers(4), [numbers(4)], [(0, 4)]
     momentum: list[State] = [{"momentum_buffer": numbers(4)}]
     own = {"lr": torch.full((4,), 0.5), "momentum": 0.9}
-    assert not flat_kernels.descend(OUTER["nesterov"], x, momentum, own, row, [1.0], 1.0, whole)
-    assert not flat_kernels.descend(OUTER["adam"], x, [{}], {"lr": 0.5}, row, [1.0], 1.0, whole)
-    assert not flat_kernels.descend(OUTER["avg"], x.double(), [{}], {}, [row[0].double()], [1.0], 1.0, whole)
+    assert not flat_kernels.mean_and_sgd_step(
+        OUTER["nesterov"], x, momentum, own, flat_kernels.Rows(row, [1.0], 1.0), whole
+    )
+    assert not flat_kernels.mean_and_sgd_step(
+        OUTER["adam"], x, [{}], {"lr": 0.5}, flat_kernels.Rows(row, [1.0], 1.0), whole
+    )
+    assert not flat_kernels.mean_and_sgd_step(
+        OUTER["avg"], x.double(), [{}], {}, flat_kernels.Rows([row[0].double()], [1.0], 1.0), whole
+    )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tailopt
-from tailopt.distributed.exchange import Wire
+from tailopt.distributed.transport import Transport
 from tests.distributed import forked
 
 pytest.importorskip("resource", reason="processes are forked")
@@ -37,7 +37,7 @@ class Diverging(torch.optim.SGD):
         return found
 
 
-class Garbled(Wire):
+class Garbled(Transport):
     """Sends verdicts that mean nothing, about node 0 in round 2."""
 
     row: list[float] = []
@@ -72,8 +72,10 @@ def trained(
             inner, *outer, local_steps=2, model=net, rounds=5, timeout=10.0, participants=participants
         )
         if verdict is not None and rank == 2:
-            wire = opt.node.exchange.wire
-            opt.node.exchange.wire = garbled = Garbled(**{f.name: getattr(wire, f.name) for f in fields(wire)})
+            transport = opt.node.exchange.transport
+            opt.node.exchange.transport = garbled = Garbled(
+                **{f.name: getattr(transport, f.name) for f in fields(transport)}
+            )
             garbled.row, garbled.opt = verdict, opt
         for group in opt.param_groups:
             group["lr"] = lrs[rank]  # as a scheduler that follows the local loss may set it

@@ -28,8 +28,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tailopt
-from tailopt.distributed.exchange import Wire
 from tailopt.distributed.peers import Disagreement, connect, described, difference
+from tailopt.distributed.transport import Transport
 from tailopt.schedules import cosine, power, warmup
 
 ROOT = Path(__file__).parents[2]
@@ -128,17 +128,17 @@ def disagree(node: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     steps(net, opt, 6)
     said["trained"] = len(opt.history)
-    said["costs"] = costs(opt.node.exchange.wire)
+    said["costs"] = costs(opt.node.exchange.transport)
     return said
 
 
-def costs(watched: Wire) -> list[float]:
+def costs(watched: Transport) -> list[float]:
     """Seconds of a small exchange, not watched and watched: the least of many, in turns, since machines are busy."""
-    wires, small, found = (Wire.of(), watched), torch.zeros(8), [float("inf")] * 2
+    transports, small, found = (Transport.of(), watched), torch.zeros(8), [float("inf")] * 2
     for _ in range(200):
-        for k, wire in enumerate(wires):
+        for k, transport in enumerate(transports):
             begun = time.perf_counter()
-            wire.gather(small)
+            transport.gather(small)
             found[k] = min(found[k], time.perf_counter() - begun)
     return found
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import tailopt
 from tailopt import faults
-from tailopt.distributed.exchange import Wire
+from tailopt.distributed.transport import Transport
 from tailopt.records import checkpoints
 from tests.distributed import forked
 
@@ -24,18 +24,18 @@ HERE = "tests.distributed.test_weights"
 NODES, ROUNDS, STEPS = 3, 6, 2
 
 
-class Flipping(Wire):
+class Flipping(Transport):
     """Flips a bit of the weights that this node sends to another one, or of its own after it sent them."""
 
     opt: tailopt.NestedOptimizer
     flips: dict[int, int] = {}  # round -> receiver
 
-    def swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+    def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         again = not all(t.numel() for t in outgoing)  # to the nodes that loaded others
         receiver = None if again else self.flips.pop(self.opt.node.round + 1, None)
         if receiver is not None and receiver != self.node:
             outgoing = [flipped(t.clone()) if k == receiver else t for k, t in enumerate(outgoing)]
-        super().swap(outgoing, incoming)
+        super().exchange(outgoing, incoming)
         if receiver == self.node:
             flipped(outgoing[self.node - 1])  # the node's own memory, after it was sent
 
@@ -71,8 +71,10 @@ def trained(
             net, tailopt.algorithm(algorithm, **settings), local_steps=STEPS, rounds=ROUNDS, timeout=10.0, **keeping
         )
         if rank == owner and flips:
-            wire = opt.node.exchange.wire
-            opt.node.exchange.wire = faulty = Flipping(**{f.name: getattr(wire, f.name) for f in fields(wire)})
+            transport = opt.node.exchange.transport
+            opt.node.exchange.transport = faulty = Flipping(
+                **{f.name: getattr(transport, f.name) for f in fields(transport)}
+            )
             faulty.opt, faulty.flips = opt, {int(t): receiver for t, receiver in flips.items()}
         if not_a_number is not None and rank == 2:
             faults.inject(opt, faults.NotANumber({not_a_number}))
@@ -226,12 +228,12 @@ class FlippingMoment(Flipping):
 
     seen = 0
 
-    def swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+    def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         if self.opt.node.round + 1 == 3:
             self.seen += 1
             if self.seen == 2:
                 outgoing = [flipped(t.clone()) if k == 2 else t for k, t in enumerate(outgoing)]
-        Wire.swap(self, outgoing, incoming)
+        Transport.exchange(self, outgoing, incoming)
 
 
 def moment_flipped(rank: int) -> dict[str, Any]:

@@ -157,6 +157,7 @@ EVERYTHING = """
     from tailopt import BiClip, L2Clip, count
     from tailopt.native.library import loaded
     from tailopt.distributed import flat_kernels
+    from tailopt.distributed.layout import Segment
     from tailopt.rounds.guard import Bound, check_displacement
 
     kernel = loaded()
@@ -173,11 +174,11 @@ EVERYTHING = """
                 row = [-0.1, 0.9, 0.0, 1.0, 0.5, 0.0, 1.0, 2.0, 1.0]
                 kernel.run(operation, [p.detach()], [p.grad], [0], row, variant=variant)
         count([p.grad], 1.0, 0.5)
-    span = flat_kernels.Span(0, 0, 0, 1031, 0)
+    segment = Segment(0, 0, 0, 1031, 0)
     x, delta = strange.clone(), torch.zeros(1031)
-    flat_kernels.load([delta], x, [span], [0, 1031])
-    flat_kernels.moved([delta], x, torch.zeros(1031), [span], [0, 1031])
-    flat_kernels.look(x)
+    flat_kernels.load([delta], x, [segment], [0, 1031])
+    flat_kernels.displacement([delta], x, torch.zeros(1031), [segment], [0, 1031])
+    flat_kernels.checksum_and_max(x)
     flat_kernels.mean([x, x], [0.5, 0.5], 1.0)
     flat_kernels._fused()
     check_displacement(0, [torch.ones(1031)], [strange], ["w"], Bound("coordinate", 0.0, 0.1, 1), {})

@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tailopt.clipping.shards import is_dtensor
-from tailopt.distributed.exchange import ALIKE, Wire
+from tailopt.distributed.exchange import ALIKE
+from tailopt.distributed.transport import Transport
 from tailopt.records import checkpoints, history, together
 from tailopt.records.checkpoints import DamagedCheckpoint, Snapshot
 from tailopt.records.folder import HISTORY, Run, is_run, opened, storable
@@ -82,8 +83,8 @@ class Crew:
         inside: the ranks of this node.
     """
 
-    across: Wire
-    inside: Wire | None = None
+    across: Transport
+    inside: Transport | None = None
 
     @property
     def ranks(self) -> int:
@@ -442,7 +443,7 @@ def places(node: Node) -> list[Place]:
     """Of every parameter. What all ranks of a node hold is written by the first of them."""
     exchange, found = node.exchange, []
     for i, (name, p, local) in enumerate(zip(exchange.names, node.params, exchange.shapes, strict=True)):
-        ahead = exchange.ahead(i)
+        ahead = exchange.elements_before(i)
         if ahead is None:
             found.append(Place(tuple(local), 0, exchange.shards is None or exchange.shards.node == 0))
             continue
@@ -491,7 +492,7 @@ def shared_of(node: Node) -> tuple[dict[str, Stretch], dict[str, Any]]:
                     "state with one element for each weight, or with a single one, can be saved. Use another outer "
                     "optimizer, or leave `run` out."
                 )
-    if exchange.wire.node == 0 and (exchange.shards is None or exchange.shards.node == 0):
+    if exchange.transport.node == 0 and (exchange.shards is None or exchange.shards.node == 0):
         for name, (shape, _, _) in zip(exchange.names, where, strict=True):
             if not math.prod(shape):
                 empty = Stretch(node.x[:0], 0, shape)
@@ -533,13 +534,13 @@ def _merged(names: Sequence[str], buffers: Sequence[str], average: bool, parts: 
 
 def read(path: Path, node: Node) -> Snapshot:
     """What this node needs of a checkpoint, checked: all weights, its stretch of the outer state, its own."""
-    exchange, wire = node.exchange, node.exchange.wire
-    crew = Crew(wire, exchange.shards)
+    exchange, transport = node.exchange, node.exchange.transport
+    crew = Crew(transport, exchange.shards)
     body = checkpoints.manifest(path)
     meta = decode(body["meta"])
-    if body["step"] and meta["writers"] != wire.nodes:
+    if body["step"] and meta["writers"] != transport.nodes:
         raise OtherNodes(
-            f"it was written by {meta['writers']} nodes in the middle of a round, and there are {wire.nodes} now, "
+            f"it was written by {meta['writers']} nodes in the middle of a round, and there are {transport.nodes} now, "
             "which can only go on from the end of one"
         )
     if (ranks := meta.get("ranks", 1)) != crew.ranks:
@@ -596,7 +597,7 @@ def _check_model(body: Mapping[str, Any], meta: Mapping[str, Any], node: Node, w
 def restore(snapshot: Snapshot, node: Node) -> dict[str, Any] | None:
     """Put what all share into a node; returns what it kept to itself, None where it was not there."""
     exchange, tensors, where = node.exchange, snapshot.tensors, places(node)
-    crew = Crew(exchange.wire, exchange.shards)
+    crew = Crew(exchange.transport, exchange.shards)
     found, single = snapshot.meta["global"], set(snapshot.meta["single"])
     views = exchange.layout.views(node.x, exchange.shapes)
     for name, view, place in zip(exchange.names, views, where, strict=True):

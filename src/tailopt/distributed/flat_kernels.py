@@ -1,15 +1,15 @@
 """What a node does with displacements, each in one pass over memory: by the C kernel, or by torch with the same bits.
 
-    moved    delta = p - x, with a checksum and the largest magnitude of every node's stretch
-    look     the checksum and the largest magnitude of what arrived
-    load     p = x, with the checksum of every node's stretch
-    mean     sum of share * displacement over the weight that counted, in node order, two roundings for each node
-    descend  the outer rules avg, sgd and nesterov on the negative of that, which then need not be written
+    displacement        delta = p - x, with the checksum and the largest magnitude of every partition
+    checksum_and_max    the checksum and the largest magnitude of what arrived
+    load                p = x, with the checksum of every partition
+    mean                sum of weight * displacement over the total weight, in node order, two roundings per node
+    mean_and_sgd_step   the outer rules avg, sgd and nesterov on minus the mean, which then need not be written
 
-The kernel takes contiguous fp32 tensors on the CPU; torch takes everything else. `room` has large pages for what is
-large, where the system has them.
+The kernel takes contiguous fp32 tensors on the CPU; torch takes everything else. `alloc_huge_pages` returns large pages
+for large buffers, where the system has them.
 
-A checksum is a sum over the 32-bit words of a stretch, two for each element of fp64, modulo 2^64:
+A checksum is a sum over the 32-bit words of a partition, two for each element of fp64, modulo 2^64:
 
     sum of word[i] * key[i mod 1024] * page_key[i div 1024]        all keys odd, those of a page all different
 
@@ -26,13 +26,13 @@ import functools
 import mmap
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tailopt.distributed.layout import Segment
 from tailopt.native import library
 from tailopt.rules.rule import Hyperparameters, Rule, State, per_param
 from tailopt.rules.sgd import AVG, NESTEROV, SGD
@@ -42,11 +42,11 @@ PAGE = 1 << 21  # bytes of a large page
 PLACES = 1024  # words that have checksum keys of their own, as in cpu.c
 
 
-def room(count: int, dtype: torch.dtype) -> Tensor:
-    """Zeros, in large pages: looking up the addresses of small ones, twice over in a virtual machine, is not for free.
+def alloc_huge_pages(count: int, dtype: torch.dtype) -> Tensor:
+    """Zeros in large pages: looking up the addresses of small pages, twice over in a virtual machine, takes time.
 
     Examples:
-        >>> room(3, torch.float32)
+        >>> alloc_huge_pages(3, torch.float32)
         tensor([0., 0., 0.])
     """
     size = count * dtype.itemsize
@@ -60,26 +60,23 @@ def room(count: int, dtype: torch.dtype) -> Tensor:
     return whole[start : start + size].view(dtype)
 
 
-class Look(NamedTuple):
-    """Of a stretch: its checksum as a signed number, and its largest magnitude; NaN or inf where one is."""
+class BufferStats(NamedTuple):
+    """A buffer's checksum as a signed number, and its largest magnitude; NaN or inf where an element is."""
 
     checksum: int = 0
-    top: float = 0.0
+    max_abs: float = 0.0
 
 
-@dataclass(frozen=True)
-class Span:
-    """A run of one tensor's elements, where it lies in the flat buffer, and whose stretch it belongs to."""
+class Rows(NamedTuple):
+    """The displacements of several nodes, their weights, and the weight by which their sum is divided."""
 
-    tensor: int
-    offset: int  # in the tensor
-    start: int  # in the flat buffer
-    count: int
-    node: int
+    tensors: Sequence[Tensor]
+    weights: Sequence[float]
+    total_weight: float
 
 
-class Spans(tuple[Span, ...]):
-    """Spans that are passed over round after round: what the kernel asks about them is kept, for small models notice.
+class SegmentTable(tuple[Segment, ...]):
+    """Segments with what the kernel needs to know of them, kept from round to round: small models notice the time.
 
     Addresses are kept with what they were computed from, and computed again where a tensor has moved.
     """
@@ -91,44 +88,44 @@ class Spans(tuple[Span, ...]):
     _flat: dict[int, array[int]]
 
     @classmethod
-    def of(cls, spans: Iterable[Span], cuts: Sequence[int]) -> Spans:
-        """Of a flat buffer in which node k owns cuts[k] to cuts[k + 1]."""
-        if isinstance(spans, Spans):
-            return spans
-        found = cls(spans)
-        found.counts = array("q", [span.count for span in found])
-        found.places = array("q", [span.start - cuts[span.node] for span in found])
-        found.nodes = array("i", [span.node for span in found])
-        found._params, found._flat = ([], array("Q")), {}
-        return found
+    def of(cls, segments: Iterable[Segment], cuts: Sequence[int]) -> SegmentTable:
+        """Segments of a flat buffer in which node k reduces cuts[k] to cuts[k + 1]."""
+        if isinstance(segments, SegmentTable):
+            return segments
+        table = cls(segments)
+        table.counts = array("q", [s.count for s in table])
+        table.places = array("q", [s.start - cuts[s.node] for s in table])
+        table.nodes = array("i", [s.node for s in table])
+        table._params, table._flat = ([], array("Q")), {}
+        return table
 
     def in_params(self, params: Sequence[Tensor]) -> array[int]:
-        """Where the spans begin in fp32 parameters."""
-        where = list(map(Tensor.data_ptr, params))
-        if where != self._params[0]:
-            self._params = where, array("Q", [where[span.tensor] + 4 * span.offset for span in self])
+        """The addresses of the segments in fp32 parameters."""
+        addresses = list(map(Tensor.data_ptr, params))
+        if addresses != self._params[0]:
+            self._params = addresses, array("Q", [addresses[s.tensor] + 4 * s.offset for s in self])
         return self._params[1]
 
     def in_flat(self, flat: Tensor) -> array[int]:
-        """Where the spans begin in a flat fp32 buffer."""
+        """The addresses of the segments in a flat fp32 buffer."""
         begin = flat.data_ptr()
         if begin not in self._flat:
-            kept = list(self._flat.items())[-1:]  # a round has two: weights and displacements
-            self._flat = {**dict(kept), begin: array("Q", [begin + 4 * span.start for span in self])}
+            latest = list(self._flat.items())[-1:]  # a round has two: weights and displacements
+            self._flat = {**dict(latest), begin: array("Q", [begin + 4 * s.start for s in self])}
         return self._flat[begin]
 
 
-def look(x: Tensor) -> Look:
+def checksum_and_max(x: Tensor) -> BufferStats:
     """One pass over a flat tensor: its checksum and its largest magnitude.
 
     Examples:
-        >>> look(torch.tensor([1.0, -3.0])).top
+        >>> checksum_and_max(torch.tensor([1.0, -3.0])).max_abs
         3.0
     """
     kernel = library.loaded()
-    if kernel is None or not _plain([x]):
-        return Look(checksum(x), _top(x))
-    return Look(*_look_at(kernel, x.data_ptr(), x.numel()))
+    if kernel is None or not _kernel_takes([x]):
+        return BufferStats(checksum(x), _max_abs(x))
+    return BufferStats(*_stats_at(kernel, x.data_ptr(), x.numel()))
 
 
 def checksum(x: Tensor) -> int:
@@ -141,18 +138,18 @@ def checksum(x: Tensor) -> int:
     kernel = library.loaded()
     if kernel is None or not x.is_cpu or not x.is_contiguous():
         return _checksum(x)
-    return _look_at(kernel, x.data_ptr(), x.nbytes // 4)[0]
+    return _stats_at(kernel, x.data_ptr(), x.nbytes // 4)[0]
 
 
-def _look_at(kernel: library.Library, address: int, words: int) -> tuple[int, float]:
+def _stats_at(kernel: library.Library, address: int, words: int) -> tuple[int, float]:
     nothing = array("q", [0])
-    (found,), (top,) = kernel.moved_at(
+    (checksum_,), (max_abs,) = kernel.moved_at(
         None, None, array("Q", [address]), array("q", [words]), nothing, array("i", [0]), 1
     )
-    return found, top
+    return checksum_, max_abs
 
 
-def _top(x: Tensor) -> float:
+def _max_abs(x: Tensor) -> float:
     if not x.numel():
         return 0.0
     low, high = torch.aminmax(x)
@@ -190,61 +187,63 @@ def _shifted(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def moved(params: Sequence[Tensor], x: Tensor, delta: Tensor, spans: Sequence[Span], cuts: Sequence[int]) -> list[Look]:
-    """delta = params - x in the flat buffer, of which node k owns cuts[k] to cuts[k + 1]; a look at every stretch.
+def displacement(
+    params: Sequence[Tensor], x: Tensor, delta: Tensor, segments: Sequence[Segment], cuts: Sequence[int]
+) -> list[BufferStats]:
+    """delta = params - x in the flat buffer, of which node k reduces cuts[k] to cuts[k + 1]; stats of every partition.
 
     x is rounded to a parameter's own type first: its rounding is no movement.
     """
     nodes = len(cuts) - 1
     kernel = library.loaded()
-    if kernel is None or not _plain([x, delta, *params]):
+    if kernel is None or not _kernel_takes([x, delta, *params]):
         lines = [p.reshape(-1) for p in params]
-        for span in spans:
-            d, begun = (flat[span.start : span.start + span.count] for flat in (delta, x))
-            p = lines[span.tensor][span.offset : span.offset + span.count]
+        for s in segments:
+            d, begun = (flat[s.start : s.stop] for flat in (delta, x))
+            p = lines[s.tensor][s.offset : s.offset + s.count]
             torch.sub(p.to(d), begun.to(p.dtype).to(d), out=d)
-        return [look(delta[cuts[k] : cuts[k + 1]]) for k in range(nodes)]
-    spans = Spans.of(spans, cuts)
-    checksums, tops = kernel.moved_at(
-        spans.in_params(params),
-        spans.in_flat(x),
-        spans.in_flat(delta),
-        spans.counts,
-        spans.places,
-        spans.nodes,
+        return [checksum_and_max(delta[cuts[k] : cuts[k + 1]]) for k in range(nodes)]
+    table = SegmentTable.of(segments, cuts)
+    checksums, maxima = kernel.moved_at(
+        table.in_params(params),
+        table.in_flat(x),
+        table.in_flat(delta),
+        table.counts,
+        table.places,
+        table.nodes,
         nodes,
     )
-    return list(map(Look, checksums, tops))
+    return list(map(BufferStats, checksums, maxima))
 
 
-def load(params: Sequence[Tensor], x: Tensor, spans: Sequence[Span], cuts: Sequence[int]) -> list[int]:
-    """params = x, rounded to each parameter's own type; the checksum of every node's stretch of x.
+def load(params: Sequence[Tensor], x: Tensor, segments: Sequence[Segment], cuts: Sequence[int]) -> list[int]:
+    """params = x, rounded to each parameter's own type; the checksum of every partition of x.
 
-    x: the flat buffer, of which node k owns cuts[k] to cuts[k + 1], with zeros between the tensors. The kernel reads x
-    once; where torch copies, the checksums are a pass of their own.
+    x: the flat buffer, of which node k reduces cuts[k] to cuts[k + 1], with zeros between the tensors. The kernel reads
+    x once; where torch copies, the checksums are a pass of their own.
     """
     nodes = len(cuts) - 1
     kernel = library.loaded()
-    if kernel is None or not _plain([x, *params]):
-        begins = {span.tensor: span.start - span.offset for span in spans}  # tensors without elements have no span
+    if kernel is None or not _kernel_takes([x, *params]):
+        begins = {s.tensor: s.start - s.offset for s in segments}  # tensors without elements have no segment
         views = [x[start : start + params[i].numel()].view(params[i].shape) for i, start in begins.items()]
         if views:
             torch._foreach_copy_([params[i] for i in begins], views)
         return [checksum(x[cuts[k] : cuts[k + 1]]) for k in range(nodes)]
-    spans = Spans.of(spans, cuts)
+    table = SegmentTable.of(segments, cuts)
     checksums = kernel.load_at(
-        spans.in_params(params),
-        spans.in_flat(x),
-        spans.counts,
-        spans.places,
-        spans.nodes,
+        table.in_params(params),
+        table.in_flat(x),
+        table.counts,
+        table.places,
+        table.nodes,
         nodes,
     )
     torch.autograd.graph.increment_version(params)  # the kernel writes behind autograd's back
     return list(checksums)
 
 
-def mean(rows: Sequence[Tensor], shares: Sequence[float], whole: float, negative: bool = False) -> Tensor:
+def mean(rows: Sequence[Tensor], weights: Sequence[float], total_weight: float, negative: bool = False) -> Tensor:
     """The weighted mean of flat tensors, or its negative, in the memory of the first.
 
     Examples:
@@ -253,50 +252,54 @@ def mean(rows: Sequence[Tensor], shares: Sequence[float], whole: float, negative
     """
     first = rows[0]
     kernel = library.loaded()
-    if kernel is None or not _plain(rows):
-        return _mean(rows, shares, whole, negative)
-    kernel.mean_at(library.addresses(rows), array("f", shares), whole, negative, first.data_ptr(), first.numel())
+    if kernel is None or not _kernel_takes(rows):
+        return _mean(rows, weights, total_weight, negative)
+    kernel.mean_at(
+        library.addresses(rows), array("f", weights), total_weight, negative, first.data_ptr(), first.numel()
+    )
     return first
 
 
-def _mean(rows: Sequence[Tensor], shares: Sequence[float], whole: float, negative: bool) -> Tensor:
+def _mean(rows: Sequence[Tensor], weights: Sequence[float], total_weight: float, negative: bool) -> Tensor:
     scaled = rows[0].new_empty(min(rows[0].numel(), PIECE))
-    over = torch.tensor(whole, dtype=torch.float64).to(scaled)
+    divisor = torch.tensor(total_weight, dtype=torch.float64).to(scaled)
     for acc, *others in zip(*(row.split(PIECE) for row in rows), strict=True):
-        acc.mul_(shares[0])
-        for part, share in zip(others, shares[1:], strict=True):
-            acc.add_(torch.mul(part, share, out=scaled[: part.numel()]))
-        if whole != 1.0:
-            acc.div_(over)
+        acc.mul_(weights[0])
+        for part, weight in zip(others, weights[1:], strict=True):
+            acc.add_(torch.mul(part, weight, out=scaled[: part.numel()]))
+        if total_weight != 1.0:
+            acc.div_(divisor)
         if negative:
             acc.neg_()
     return rows[0]
 
 
-def descend(
+def mean_and_sgd_step(
     rule: Rule,
     x: Tensor,
     states: Sequence[State],
     numbers: Hyperparameters,
-    rows: Sequence[Tensor],
-    shares: Sequence[float],
-    whole: float,
+    rows: Rows,
     pieces: Sequence[tuple[int, int]],
 ) -> bool:
-    """The outer step of pieces of flat x, (start, count) in it as in every row; False where it is torch's to do."""
+    """The outer step of pieces of flat x, (start, count) in it as in every row; False where torch has to take it."""
     kernel, momentum = library.loaded(), numbers.get("momentum", 0.0)
-    lr = [1.0 if rule is AVG else per_param(numbers["lr"], i) for i in range(len(pieces))] if rule in _DESCENTS else []
+    lr = [1.0 if rule is AVG else per_param(numbers["lr"], i) for i in range(len(pieces))] if rule in _SGD_RULES else []
     if kernel is None or not lr or any(isinstance(number, Tensor) for number in (momentum, *lr)):
         return False
     fused = _fused()
     velocities = [state["momentum_buffer"] for state in states if "momentum_buffer" in state] if momentum else []
-    if fused is None or (momentum and len(velocities) < len(pieces)) or not _plain([x, *velocities, *rows]):
+    if (
+        fused is None
+        or (momentum and len(velocities) < len(pieces))
+        or not _kernel_takes([x, *velocities, *rows.tensors])
+    ):
         return False
     begin = x.data_ptr()
     kernel.descend_at(
-        library.addresses(rows),
-        array("f", shares),
-        whole,
+        library.addresses(rows.tensors),
+        array("f", rows.weights),
+        rows.total_weight,
         array("q", [start for start, _ in pieces]),
         array("q", [count for _, count in pieces]),
         array("Q", [begin + 4 * start for start, _ in pieces]),
@@ -332,10 +335,10 @@ def _fused() -> bool | None:
     return None
 
 
-_DESCENTS = (AVG, SGD, NESTEROV)
+_SGD_RULES = (AVG, SGD, NESTEROV)
 
 
-def _plain(tensors: Sequence[Tensor]) -> bool:
+def _kernel_takes(tensors: Sequence[Tensor]) -> bool:
     """Whether the kernel takes all of them; small models notice how it is asked."""
     return (
         set(map(_DTYPE, tensors)) <= {torch.float32}

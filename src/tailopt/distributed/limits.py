@@ -37,38 +37,57 @@ class Limits:
     remarks: dict[int, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Members:
+    """The nodes of a round.
+
+    Args:
+        t: the round.
+        headers: of all nodes.
+        participants: the nodes that take part.
+        free: participants without a bound: they continue from weights of their own.
+    """
+
+    t: int
+    headers: Sequence[Header]
+    participants: Collection[int]
+    free: Collection[int] = ()
+
+    @property
+    def bounded(self) -> list[int]:
+        """The participants whose displacement has a bound."""
+        return [node for node in self.participants if node not in self.free]
+
+
 def agreed(
-    t: int,
-    heads: Sequence[Header],
-    nodes: Collection[int],
+    members: Members,
     expected: Callable[[int, int], Bound],
     own: Bound,
-    free: Collection[int],
     tensors: int,
     gather: Callable[[Tensor], Tensor],
 ) -> Limits:
     """Bounds from agreed settings.
 
     Args:
-        t: the round.
-        heads: of all nodes.
-        nodes: the participants.
+        members: the nodes of the round.
         expected: (node, steps) -> its bound.
         own: this node's, as its header states it.
-        free: participants without a bound: they continue from weights of their own.
         tensors: how many there are.
-        gather: everybody's tensor, stacked; called on all nodes or on none.
+        gather: every node's tensor, stacked; called on all nodes or on none.
     """
-    remarks = _step_remarks(t, heads, nodes)
-    by_node = {node: Bound(None) if node in free else expected(node, heads[node].steps) for node in nodes}
+    headers, bounded = members.headers, members.bounded
+    remarks = _step_remarks(members)
+    by_node = {
+        node: Bound(None) if node in members.free else expected(node, headers[node].steps)
+        for node in members.participants
+    }
     words = {id(bound): bound_word(bound) for bound in by_node.values()}  # most nodes share one
-    bound_nodes = [node for node in nodes if node not in free]
-    wrong = {node for node in bound_nodes if heads[node].bound != words[id(by_node[node])]}
-    if len({heads[node].bound for node in bound_nodes}) > 1:
+    wrong = {node for node in bounded if headers[node].bound != words[id(by_node[node])]}
+    if len({headers[node].bound for node in bounded}) > 1:
         # the last digit of a cosine may be another one on another machine: that is no other setting
         rows = gather(torch.tensor(encoded(own, tensors), dtype=torch.float64)).tolist()
         wrong = {node for node in wrong if not _close(rows[node], encoded(by_node[node], tensors))}
-    if 2 * len(wrong) > len(bound_nodes):
+    if 2 * len(wrong) > len(bounded):
         # this node is the one that differs: the others exclude it, and it must not exclude the honest majority. It
         # keeps the kind of the bounds, on which the number of messages depends.
         by_node = {node: Bound(bound.kind, math.inf, 0.0, bound.steps) for node, bound in by_node.items()}
@@ -80,39 +99,34 @@ def _close(stated: Sequence[float], expected: Sequence[float]) -> bool:
     return all(map(lambda a, b: a == b or math.isclose(a, b, rel_tol=1e-6), stated, expected))
 
 
-def stated(
-    t: int,
-    heads: Sequence[Header],
-    nodes: Collection[int],
-    own: Bound,
-    free: Collection[int],
-    names: Sequence[str],
-    gather: Callable[[Tensor], Tensor],
-) -> Limits:
+def stated(members: Members, own: Bound, names: Sequence[str], gather: Callable[[Tensor], Tensor]) -> Limits:
     """Bounds as the nodes state them.
 
     Args:
+        members: the nodes of the round.
         own: this node's.
         names: of all tensors.
-        gather: everybody's tensor, stacked; called on all nodes or on none.
+        gather: every node's tensor, stacked; called on all nodes or on none.
     """
-    remarks = _step_remarks(t, heads, nodes)
-    bound_nodes = [node for node in nodes if node not in free]
-    words = {heads[node].bound for node in bound_nodes}
-    if len(words) <= 1 and len(nodes) == len(heads):
-        return Limits({node: Bound(None) if node in free else own for node in nodes}, remarks=remarks)
+    headers, bounded, participants = members.headers, members.bounded, members.participants
+    remarks = _step_remarks(members)
+    words = {headers[node].bound for node in bounded}
+    # a node that does not take part has no bound of its own to judge the others by, so it needs to hear theirs
+    if len(words) <= 1 and len(participants) == len(headers):
+        return Limits({node: Bound(None) if node in members.free else own for node in participants}, remarks=remarks)
     if words <= {bound_word(Bound(None))}:  # nothing bounds these optimizers
-        return Limits(dict.fromkeys(nodes, Bound(None)), remarks=remarks)
+        return Limits(dict.fromkeys(participants, Bound(None)), remarks=remarks)
     rows = gather(torch.tensor(encoded(own, len(names)), dtype=torch.float64)).tolist()
-    capped, medians = cap({node: rows[node] for node in bound_nodes}, {node: heads[node].steps for node in nodes})
-    for node, (i, value) in _other_coefficients(rows, heads, bound_nodes, medians).items():
+    steps = {node: headers[node].steps for node in participants}
+    capped, medians = cap({node: rows[node] for node in bounded}, steps)
+    for node, (i, value) in _other_coefficients(rows, headers, bounded, medians).items():
         remarks.setdefault(
             node,
-            f"Node {node} steps with other settings: in round {t} one local step moves {names[i % len(names)]} by up "
-            f"to {value:.3g} there, and {medians[i]:.3g} is the lower median of all nodes. Each node is judged by its "
-            f"own settings, up to {CAP:g} times the median.",
+            f"Node {node} steps with other settings: in round {members.t} one local step moves {names[i % len(names)]} "
+            f"by up to {value:.3g} there, and {medians[i]:.3g} is the lower median of all nodes. Each node is judged "
+            f"by its own settings, up to {CAP:g} times the median.",
         )
-    return Limits({node: capped.get(node, Bound(None)) for node in nodes}, remarks=remarks)
+    return Limits({node: capped.get(node, Bound(None)) for node in participants}, remarks=remarks)
 
 
 def encoded(bound: Bound, tensors: int) -> list[float]:
@@ -151,12 +165,12 @@ def cap(rows: Mapping[int, Sequence[float]], steps: Mapping[int, int]) -> tuple[
 
 
 def _other_coefficients(
-    rows: Sequence[Sequence[float]], heads: Sequence[Header], nodes: Sequence[int], medians: Sequence[float]
+    rows: Sequence[Sequence[float]], headers: Sequence[Header], nodes: Sequence[int], medians: Sequence[float]
 ) -> dict[int, tuple[int, float]]:
     """Nodes whose coefficients per step differ from the median: the first such coefficient, and its value."""
     differing = {}
     for node in nodes:
-        values = [_number(value) / max(heads[node].steps, 1) for value in rows[node][1:]]
+        values = [_number(value) / max(headers[node].steps, 1) for value in rows[node][1:]]
         pairs = enumerate(zip(values, medians, strict=True))
         other = [(i, value) for i, (value, median) in pairs if not _close([value], [median])]
         if other:
@@ -164,17 +178,18 @@ def _other_coefficients(
     return differing
 
 
-def _step_remarks(t: int, heads: Sequence[Header], nodes: Collection[int]) -> dict[int, str]:
-    """Nodes that took another number of local steps than most."""
-    counts = Counter(heads[node].steps for node in nodes)
+def _step_remarks(members: Members) -> dict[int, str]:
+    """Remarks about nodes that took another number of local steps than most."""
+    steps = {node: members.headers[node].steps for node in members.participants}
+    counts = Counter(steps.values())
     if len(counts) <= 1:
         return {}
-    usual = min(counts, key=lambda steps: (-counts[steps], -steps))
+    usual = min(counts, key=lambda taken: (-counts[taken], -taken))
     return {
-        node: f"Node {node} took {heads[node].steps} local steps in round {t}, where {usual} are usual. Call "
+        node: f"Node {node} took {taken} local steps in round {members.t}, where {usual} are usual. Call "
         "synchronize() on all nodes after the same step, or give every node its own weight."
-        for node in nodes
-        if heads[node].steps != usual
+        for node, taken in steps.items()
+        if taken != usual
     }
 
 

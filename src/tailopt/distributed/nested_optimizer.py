@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from tailopt.algorithms import Algorithm
 from tailopt.arguments import check_counts, check_flags
 from tailopt.distributed.checkpointing import Resumed, all_excluded
-from tailopt.distributed.exchange import ExchangeReport, OtherParameters, Statement, Terms, Wire
+from tailopt.distributed.exchange import OtherParameters
 from tailopt.distributed.header import PROTOCOL
 from tailopt.distributed.local_round import LocalRound
 from tailopt.distributed.mesh import local_tensor, node_group, rank_group
@@ -32,7 +32,9 @@ from tailopt.distributed.node import Node
 from tailopt.distributed.node_records import NodeRecords, RecordOptions
 from tailopt.distributed.peers import comparable, shape
 from tailopt.distributed.rule_optimizer import RuleOptimizer
+from tailopt.distributed.terms import ExchangeReport, Statement, Terms
 from tailopt.distributed.trained_parameters import TrainedParameters, named_parameters
+from tailopt.distributed.transport import Transport
 from tailopt.engines.model_state import Buffers, as_real
 from tailopt.engines.simulate import algorithm_config
 from tailopt.records.folder import storable
@@ -158,14 +160,14 @@ class NestedOptimizer(Optimizer):
         self._outer = agreed or outer_hyperparameters(outer, outer_settings or {}, names)
         group = node_group(mesh)
         rank_group(group, params)  # before anybody is asked: the ranks of a node have nothing to agree on
-        wire = Wire.of(group, timeout, stall_timeout)
+        transport = Transport.of(group, timeout, stall_timeout)
         buffers = Buffers(model) if model is not None else None
-        policy = replace(policy, nodes=wire.nodes)
-        if wire.peers is not None:  # before the first exchange: gloo ends the process where sizes differ
-            wire.peers.agree({**_shapes(names, params, buffers), **self._facts(policy, options)}, exact)
-        weights = wire.gather(torch.tensor([float(weight)], dtype=torch.float64)).reshape(-1).tolist()
+        policy = replace(policy, nodes=transport.nodes)
+        if transport.peers is not None:  # before the first exchange: gloo ends the process where sizes differ
+            transport.peers.agree({**_shapes(names, params, buffers), **self._facts(policy, options)}, exact)
+        weights = transport.gather(torch.tensor([float(weight)], dtype=torch.float64)).reshape(-1).tolist()
         self._policy = replace(policy, weights=tuple(weights))
-        self.node = Node(wire, names, params, buffers, average)
+        self.node = Node(transport, names, params, buffers, average)
         self._begin_run(model, options)
 
     def _begin_run(self, model: torch.nn.Module | None, options: RecordOptions) -> None:
@@ -320,7 +322,7 @@ class NestedOptimizer(Optimizer):
 
     @property
     def _peers(self) -> Any:
-        return self.node.exchange.wire.peers
+        return self.node.exchange.transport.peers
 
     @property
     def _send_preconditioner(self) -> bool | str:

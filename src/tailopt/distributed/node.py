@@ -9,8 +9,11 @@ from torch import Tensor
 
 from tailopt.clipping.shards import is_dtensor
 from tailopt.distributed import flat_kernels
-from tailopt.distributed.exchange import AT_FAULT, Exchange, ExchangeReport, Statement, Terms, Wire, other_weights
+from tailopt.distributed.exchange import Exchange
 from tailopt.distributed.mesh import local_tensor, rank_group
+from tailopt.distributed.terms import ExchangeReport, Statement, Terms
+from tailopt.distributed.transport import Transport
+from tailopt.distributed.weight_sync import AT_FAULT, other_weights
 from tailopt.engines.model_state import Buffers, as_real
 from tailopt.rounds.drops import DROPPED
 from tailopt.rounds.hyperparameters import RuleHyperparameters
@@ -38,7 +41,7 @@ class Node:
 
     def __init__(
         self,
-        wire: Wire,
+        transport: Transport,
         names: Sequence[str],
         params: Sequence[Tensor],
         buffers: Buffers | None,
@@ -49,10 +52,10 @@ class Node:
         self._plain = not any(is_dtensor(p) or p.is_complex() for p in self.params)
         local = self.local_tensors()
         shapes, dtypes = [p.shape for p in local], [p.dtype for p in local]
-        inside = rank_group(wire.group, self.params)
-        ranks = None if inside is None else Wire.of(inside)
-        self.exchange = Exchange(wire, list(names), shapes, dtypes, ranks, self.params)
-        self.x = flat_kernels.room(self.exchange.layout.total, self.exchange.dtype)
+        inside = rank_group(transport.group, self.params)
+        ranks = None if inside is None else Transport.of(inside)
+        self.exchange = Exchange(transport, list(names), shapes, dtypes, ranks, self.params)
+        self.x = flat_kernels.alloc_huge_pages(self.exchange.layout.total, self.exchange.dtype)
         self.outer: list[State] = [{} for _ in self.exchange.segments]
         self.average: Tensor | None = torch.zeros_like(self.x) if average else None
         self.round = 0
@@ -64,12 +67,12 @@ class Node:
     @property
     def number(self) -> int:
         """The number of this node."""
-        return self.exchange.wire.node
+        return self.exchange.transport.node
 
     @property
     def nodes(self) -> int:
         """How many nodes there are."""
-        return self.exchange.wire.nodes
+        return self.exchange.transport.nodes
 
     @property
     def device(self) -> torch.device:
@@ -87,7 +90,7 @@ class Node:
         """Take over node 0's weights, so that the first round starts from the same vector everywhere."""
         buffers = self._host_buffers()
         for flat in (self.x, *buffers.values()):
-            self.exchange.wire.broadcast(flat)
+            self.exchange.transport.broadcast(flat)
         self._load_buffers(buffers)
         self.restart()
 
@@ -149,7 +152,7 @@ class Node:
         exchange, t = self.exchange, self.round + 1
         takes_part = self.number in participants.shares
         if takes_part:
-            exchange.moved(self.local_tensors(), self.x)
+            exchange.measure_displacement(self.local_tensors(), self.x)
         before, buffers = self._buffers_before, self._host_buffers()
         report, mean_buffers = exchange.close(t, participants, self.x, buffers, before, statement, terms)
         if takes_part:
@@ -161,7 +164,8 @@ class Node:
             self.gather_second_moment()
         self.round = t
         if self.average is not None:
-            self.average[exchange.mine].lerp_(self.x[exchange.mine], 2.0 / (self.round + 1))
+            partition = exchange.partition.range
+            self.average[partition].lerp_(self.x[partition], 2.0 / (self.round + 1))
         self._load_buffers(mean_buffers)
         self.load()
         if report.last:
@@ -183,7 +187,7 @@ class Node:
     def gather_second_moment(self) -> None:
         """Gather the outer second moment from all nodes' partitions."""
         flat = torch.zeros_like(self.x)
-        for part, state in zip(self.exchange.cut(flat), self.outer, strict=True):
+        for part, state in zip(self.exchange.partition.views(flat), self.outer, strict=True):
             if "exp_avg_sq" in state:
                 part.copy_(state["exp_avg_sq"])
         self.exchange.share_compared(flat)

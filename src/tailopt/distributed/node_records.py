@@ -82,7 +82,7 @@ class NodeRecords:
         self._first_inputs: list[int] = []
         self._keeper: Keeper | None = None
         if options.folder is not None:
-            crew = Crew(node.exchange.wire, node.exchange.shards)
+            crew = Crew(node.exchange.transport, node.exchange.shards)
             self._keeper = Keeper(crew, Path(options.folder), options.keep, guard)
 
     @property
@@ -185,7 +185,7 @@ class NodeRecords:
             saved |= self._local_round.saved_steps()
             saved["weights"] = dict(zip(node.exchange.names, node.local_tensors(), strict=True))
             saved["buffers"] = dict(node.buffers.now()) if node.buffers else {}
-            saved["loaded"] = node.exchange.loaded
+            saved["loaded"] = node.exchange.loaded_digests
         return saved
 
     @torch.no_grad()
@@ -198,7 +198,8 @@ class NodeRecords:
         node.local = LocalState(**saved["own"]) if "own" in saved else None
         set_generators(saved["random"], node.device)
         if step:
-            node.exchange.loaded = saved.get("loaded", node.exchange.loaded)  # older checkpoints lack it
+            if "loaded" in saved:  # older checkpoints lack it
+                node.exchange.restore_loaded_digests(saved["loaded"])
             for name, p in zip(node.exchange.names, node.local_tensors(), strict=True):
                 p.copy_(saved["weights"][name])
             if node.buffers:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from tailopt.distributed.header import Damaged
+from tailopt.distributed.header import Damaged, Header
+from tailopt.distributed.terms import Terms
 from tailopt.rounds.drops import Dropped
 from tailopt.rounds.guard import BEYOND, NOT_FINITE, Exclusion
 
@@ -66,6 +67,34 @@ def verdict_row(verdict: Verdict, tensor: int = 0, value: float = 0.0, bound: fl
     return float(verdict), float(tensor), value, bound
 
 
+def header_verdict(
+    t: int, node: int, header: Header, weights_sender: int | None, wrong_bound: bool, terms: Terms
+) -> Row | None:
+    """What a header alone decides about a node. All nodes have the same headers, so all decide the same.
+
+    Args:
+        t: the round.
+        node: the node that the header came from.
+        header: as it arrived.
+        weights_sender: a node whose weights this one loaded differently, if there is one.
+        wrong_bound: whether it stated another bound than agreed.
+        terms: what the round is judged by.
+    """
+    if not header.sends:
+        return verdict_row(Verdict.DROPPED)
+    if header.round != t:
+        return verdict_row(Verdict.OTHER_ROUND, value=float(header.round), bound=float(t))
+    if header.node != node:
+        return verdict_row(Verdict.OTHER_NODE, value=float(header.node), bound=float(node))
+    if weights_sender is not None:
+        return verdict_row(Verdict.OTHER_WEIGHTS, value=float(weights_sender))
+    if terms.guard and not 0 <= header.steps <= terms.most_steps:
+        return verdict_row(Verdict.TOO_MANY_STEPS, value=float(header.steps), bound=terms.most_steps)
+    if terms.guard and wrong_bound:
+        return verdict_row(Verdict.OTHER_SETTINGS)
+    return None
+
+
 def unanimous(
     t: int, nodes: Sequence[int], by_judge: Sequence[Sequence[Row]], judges: Sequence[int], places: Sequence[str]
 ) -> dict[int, Exclusion]:
@@ -79,8 +108,8 @@ def unanimous(
         places: tensors and buffers, by number.
     """
     for judge, rows in zip(judges, by_judge, strict=True):
-        for about, given in enumerate(rows):
-            _check(t, judge, about, given, len(places))
+        for about, row in enumerate(rows):
+            _check(t, judge, about, row, len(places))
     excluded: dict[int, Exclusion] = {}
     for node in nodes:
         rows = [rows[node] for rows in by_judge if rows[node][0]]
@@ -89,9 +118,9 @@ def unanimous(
     return excluded
 
 
-def _check(t: int, judge: int, about: int, given: Row, places: int) -> None:
+def _check(t: int, judge: int, about: int, row: Row, places: int) -> None:
     """A verdict that means nothing names its sender: acting on it would exclude a node for no reason."""
-    code, tensor = given[0], given[1]
+    code, tensor = row[0], row[1]
     known = code in tuple(Verdict)
     if known and (code not in _ABOUT_A_TENSOR or (tensor.is_integer() and 0 <= tensor < places)):
         return
@@ -102,8 +131,8 @@ def _check(t: int, judge: int, about: int, given: Row, places: int) -> None:
     )
 
 
-def _exclusion(node: int, given: Row, places: Sequence[str]) -> Exclusion:
-    verdict, tensor, value, bound = Verdict(int(given[0])), int(given[1]), given[2], given[3]
+def _exclusion(node: int, row: Row, places: Sequence[str]) -> Exclusion:
+    verdict, tensor, value, bound = Verdict(int(row[0])), int(row[1]), row[2], row[3]
     if verdict is Verdict.DROPPED:
         return Dropped.of(node)
     if verdict is Verdict.OTHER_WEIGHTS:

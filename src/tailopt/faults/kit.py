@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tailopt.distributed.exchange import Wire
 from tailopt.distributed.header import Header
 from tailopt.distributed.nested_optimizer import NestedOptimizer
+from tailopt.distributed.transport import Transport
 from tailopt.faults import disk, network
 
 
@@ -204,32 +204,34 @@ def inject(optimizer: NestedOptimizer, *faults: Fault) -> None:
     """Let faults happen on this node."""
     node = optimizer.node
     exchange, close_round = node.exchange, node.close_round
-    own = {field.name: getattr(exchange.wire, field.name) for field in fields(exchange.wire)}
-    wire = _FaultyWire(**own)
-    exchange.wire = wire
+    own = {field.name: getattr(exchange.transport, field.name) for field in fields(exchange.transport)}
+    transport = _FaultyTransport(**own)
+    exchange.transport = transport
 
     def closed(*arguments: Any, **settings: Any) -> Any:
         active = [fault for fault in faults if node.round + 1 in fault.rounds]
         for fault in faults:
             if node.round in fault.rounds and fault not in active:
                 fault.after(optimizer)
-        wire.faults = active
-        for fault in wire.faults:
+        transport.faults = active
+        for fault in transport.faults:
             fault.before(optimizer)
         return close_round(*arguments, **settings)
 
     node.close_round = closed  # type: ignore[method-assign]
 
 
-class _FaultyWire(Wire):
+class _FaultyTransport(Transport):
     """Sends what the faults of the round make of it."""
 
     faults: Sequence[Fault] = ()
 
-    def announce(self, head: Header, outgoing: Sequence[Tensor] = (), incoming: Sequence[Tensor] = ()) -> list[Header]:
+    def exchange_with_header(
+        self, head: Header, outgoing: Sequence[Tensor] = (), incoming: Sequence[Tensor] = ()
+    ) -> list[Header]:
         for fault in self.faults if head.round >= 0 else ():
             head, outgoing = fault.header(head, self.nodes), fault.shards(outgoing, self.node)
-        return super().announce(head, outgoing, incoming)
+        return super().exchange_with_header(head, outgoing, incoming)
 
 
 @torch.no_grad()

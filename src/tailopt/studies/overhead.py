@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tailopt.algorithms import ALGORITHMS, algorithm
-from tailopt.distributed.exchange import Wire
 from tailopt.distributed.header import Header
 from tailopt.distributed.nested_optimizer import NestedOptimizer
+from tailopt.distributed.transport import Transport
 from tailopt.figures.style import pyplot
 from tailopt.records import disk
 from tailopt.studies.claims import Claim, claim_lines, judged
@@ -120,16 +120,16 @@ def _node(name: str, parameters: int, node: int, port: int, queue: Any) -> None:
     _gradients(model)
     before = _resident()
     optimizer = NestedOptimizer.from_algorithm(model, method, local_steps=2)
-    wire = _count(optimizer)
+    transport = _count(optimizer)
     counts = []
     for _ in range(ROUNDS):
-        wire.sent = wire.received = 0
+        transport.sent = transport.received = 0
         _gradients(model)
         optimizer.step()
         inner = _tensors(optimizer.state.values())  # in the middle of the round: at its end it may be made anew
         _gradients(model)
         optimizer.step()
-        counts.append((wire.sent, wire.received))
+        counts.append((transport.sent, transport.received))
     peak = _peak() - before
     n = sum(p.numel() for p in model.parameters())
     queue.put(
@@ -151,7 +151,7 @@ def _tensors(states: Iterable[Mapping[str, Any]]) -> int:
     return sum(v.nbytes for s in states for v in s.values() if isinstance(v, Tensor) and v.dim())
 
 
-class _Counting(Wire):
+class _Counting(Transport):
     """Counts what it sends and receives."""
 
     sent = 0
@@ -161,15 +161,17 @@ class _Counting(Wire):
         self._add([mine] * self.nodes, [mine] * self.nodes)
         return super().gather(mine)
 
-    def announce(self, head: Header, outgoing: Sequence[Tensor] = (), incoming: Sequence[Tensor] = ()) -> list[Header]:
+    def exchange_with_header(
+        self, head: Header, outgoing: Sequence[Tensor] = (), incoming: Sequence[Tensor] = ()
+    ) -> list[Header]:
         words = head.packed()
         self._add([words] * self.nodes, [words] * self.nodes)
         self._add(outgoing, incoming)
-        return super().announce(head, outgoing, incoming)
+        return super().exchange_with_header(head, outgoing, incoming)
 
-    def swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+    def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         self._add(outgoing, incoming)
-        super().swap(outgoing, incoming)
+        super().exchange(outgoing, incoming)
 
     def _add(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         self.sent += sum(t.nbytes for k, t in enumerate(outgoing) if k != self.node)
@@ -178,9 +180,11 @@ class _Counting(Wire):
 
 def _count(optimizer: NestedOptimizer) -> _Counting:
     exchange = optimizer.node.exchange
-    wire = _Counting(**{field.name: getattr(exchange.wire, field.name) for field in fields(exchange.wire)})
-    exchange.wire = wire
-    return wire
+    transport = _Counting(
+        **{field.name: getattr(exchange.transport, field.name) for field in fields(exchange.transport)}
+    )
+    exchange.transport = transport
+    return transport
 
 
 def _gradients(model: torch.nn.Module) -> None:

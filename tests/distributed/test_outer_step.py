@@ -1,4 +1,4 @@
-"""The outer step of a node's stretch, piece by piece: the bits of the rule on the whole, for every outer rule."""
+"""The outer step on a node's partition, piece by piece: the bits of the rule on the whole, for every outer rule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tailopt.distributed import exchange
+from tailopt.distributed import outer_step
 from tailopt.rules.rule import State
 from tailopt.rules.table import OUTER
 
@@ -21,7 +21,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "rmsprop": {"lr": 0.7, "eps": 1e-3},
     "adam": {"lr": 0.7, "eps": 1e-3, "betas": (0.9, 0.99), "bias_correction": True},
 }
-SIZES = (0, 1, exchange.PIECE - 1, exchange.PIECE, 2 * exchange.PIECE + 17)
+SIZES = (0, 1, outer_step.PIECE - 1, outer_step.PIECE, 2 * outer_step.PIECE + 17)
 
 
 @pytest.mark.parametrize("by_tensor", [False, True], ids=["one lr", "lr by tensor and coordinate"])
@@ -37,7 +37,7 @@ def test_pieces_have_the_bits_of_the_whole(name: str, by_tensor: bool) -> None:
     others: list[State] = [{} for _ in SIZES]
     for _ in range(4):
         delta = [torch.randn(n, generator=source) for n in SIZES]
-        exchange._step(rule, pieces, [d.clone() for d in delta], others, numbers)
+        outer_step.outer_step(rule, pieces, [d.clone() for d in delta], others, numbers)
         rule.step(whole, [-d for d in delta], states, numbers)
     for x, y, state, other in zip(whole, pieces, states, others, strict=True):
         assert torch.equal(x, y)

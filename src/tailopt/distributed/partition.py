@@ -1,0 +1,96 @@
+"""The partition of the flat buffer that this node reduces: its segments, and sums over them by block and by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tailopt.clipping.shards import by_ranks, local_part
+from tailopt.distributed.layout import Layout, Segment
+from tailopt.rounds.block_norm import BLOCK
+from tailopt.rounds.guard import Bound
+from tailopt.rules.rule import Hyperparameters
+
+
+class Partition:
+    """One node's partition.
+
+    Args:
+        layout: of the flat buffer.
+        node: the node that reduces the partition.
+        shapes: of this rank's parts of all tensors.
+        params: the parameters, where the ranks of a node shard them; else nothing.
+
+    Attributes:
+        range: where the partition lies in the flat buffer.
+        segments: the partition by tensor.
+        pieces: (start in the partition, count) of each segment.
+        sharded: the tensors of which this rank has a part only.
+    """
+
+    def __init__(self, layout: Layout, node: int, shapes: Sequence[torch.Size], params: Sequence[Tensor] = ()) -> None:
+        self.layout, self.node, self.shapes, self._params = layout, node, shapes, params
+        self.range = layout.partition(node)
+        self.segments = layout.segments(node)
+        self.pieces = [(s.start - self.range.start, s.count) for s in self.segments]
+        self.sharded = {i for groups, members in by_ranks(params).items() if groups for i in members}
+        # of every node: the tensor to which each block of its partition belongs
+        self._blocks = [
+            [s.tensor for s in layout.segments(k) for _ in range(-(-s.count // BLOCK))] for k in range(layout.nodes)
+        ]
+
+    def __len__(self) -> int:
+        return self.layout.cuts[self.node + 1] - self.layout.cuts[self.node]
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The segments of this partition in a flat buffer."""
+        return [flat[s.start : s.stop] for s in self.segments]
+
+    def by_tensor(self, buffer: Tensor) -> list[Tensor]:
+        """The segments in a buffer that has this partition alone."""
+        return [buffer[start : start + count] for start, count in self.pieces]
+
+    def block_sums(self, buffer: Tensor) -> Tensor:
+        """The sum of squares of each block of this partition, padded to the length of the longest partition."""
+        padded = torch.zeros(max(map(len, self._blocks)), dtype=torch.float64)
+        sums = [(block.double() ** 2).sum() for part in self.by_tensor(buffer) for block in part.split(BLOCK)]
+        if sums:
+            torch.stack(sums, out=padded[: len(sums)])
+        return padded
+
+    def sums_by_tensor(self, block_sums: Tensor) -> list[float]:
+        """The block sums of all partitions as sums by tensor, added in block order: the same bits on every node."""
+        sums = [0.0] * len(self.layout.sizes)
+        for tensors, row in zip(self._blocks, block_sums.tolist(), strict=True):
+            for tensor, value in zip(tensors, row, strict=False):  # the row is padded
+                sums[tensor] += value
+        return sums
+
+    def numbers_by_segment(self, numbers: Hyperparameters) -> dict[str, Any]:
+        """Numbers with an entry for each parameter, as numbers with an entry for each segment."""
+        by_segment: dict[str, Any] = {}
+        for key, value in numbers.items():
+            if isinstance(value, list):
+                value = [self._of_segment(value[s.tensor], s) for s in self.segments]
+            elif isinstance(value, Tensor) and value.dim():
+                value = [self._of_segment(value, s) for s in self.segments]
+            by_segment[key] = value
+        return by_segment
+
+    def bound_by_segment(self, limit: Bound) -> Bound:
+        """A bound by coordinate, with coefficients for each segment; norms need all partitions, and bound nothing."""
+        if limit.kind != "coordinate":
+            return Bound(None)
+        a, c = (self.numbers_by_segment({"value": value})["value"] for value in (limit.a, limit.c))
+        return Bound(limit.kind, a, c, limit.steps)
+
+    def _of_segment(self, value: Any, s: Segment) -> Any:
+        """A threshold that broadcasts against a tensor, as the part of it that belongs to a segment."""
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        if s.tensor in self.sharded:
+            value = local_part(value, self._params[s.tensor])
+        return value.expand(self.shapes[s.tensor]).reshape(-1)[s.offset : s.offset + s.count].to("cpu")

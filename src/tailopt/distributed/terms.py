@@ -1,0 +1,70 @@
+"""What a node states about its part of a round, by what a round is judged, and what all nodes then know of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from tailopt.rounds.guard import Bound
+from tailopt.rounds.robust import Aggregate
+from tailopt.rounds.settle import Settlement
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What a node states about its part of a round.
+
+    Args:
+        steps: local steps that it took.
+        bound: how far it can have moved by them.
+        loss: of these steps.
+        seconds: that they took.
+        structure: a digest of which parameters it trains.
+        last: whether this may be the last round: the new weights are then compared at once.
+    """
+
+    steps: int = 0
+    bound: Bound = Bound(None)
+    loss: float = math.nan
+    seconds: float = 0.0
+    structure: int = 0
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a round is judged by.
+
+    Args:
+        guard: whether displacements beyond the bound are left out.
+        expected: (node, steps) -> its bound, where the settings are agreed; else nodes state their own.
+        free: participants without a bound: they continue from weights of their own.
+        most_steps: local steps that a node may take in a round.
+        robust_mean: in place of the weighted mean.
+    """
+
+    guard: bool = True
+    expected: Callable[[int, int], Bound] | None = None
+    free: Collection[int] = ()
+    most_steps: float = math.inf
+    robust_mean: Aggregate | None = None
+
+
+@dataclass
+class ExchangeReport:
+    """What real nodes know of a round, the same on all of them.
+
+    Args:
+        settlement: who counted.
+        seconds: that the local steps of every participant took.
+        remarks: about nodes that differ from the others.
+        last: whether this may be the last round.
+        notes: about weights that a node had to load again.
+    """
+
+    settlement: Settlement
+    seconds: dict[int, float]
+    remarks: dict[int, str]
+    last: bool
+    notes: list[str] = field(default_factory=list)

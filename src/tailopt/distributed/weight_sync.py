@@ -1,0 +1,140 @@
+"""Which weights the owners of partitions sent, and which weights every node loaded.
+
+Each header states the digest of what a node sent at the end of the round before, and digests of what it loaded. All
+nodes have the same headers, so all know which node loaded something else, and give it the weights again. Such a pair of
+nodes in two rounds in a row ends the run: one of the two or the link between them damages data repeatedly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tailopt.distributed import flat_kernels
+from tailopt.distributed.flat_kernels import BufferStats, SegmentTable
+from tailopt.distributed.header import Damaged, Header, damaged
+from tailopt.distributed.layout import Layout
+from tailopt.distributed.rendezvous import named
+from tailopt.distributed.transport import Transport
+from tailopt.distributed.verdicts import pairs_that_differ
+
+AT_FAULT = "Either of them or the link between them is at fault."
+
+Pair = tuple[int, int]  # (owner, receiver) of a partition
+
+
+class WeightSync:
+    """What this node sent and loaded of the synchronised weights.
+
+    Args:
+        layout: of the flat buffer.
+        segments: of all partitions.
+        node: this node's number.
+    """
+
+    def __init__(self, layout: Layout, segments: SegmentTable, node: int) -> None:
+        self._layout, self._segments, self._node = layout, segments, node
+        self.sent = BufferStats()  # of this node's partition of the weights, as it sent them
+        self.loaded = (0,) * layout.nodes  # digests of every partition of the weights, as loaded
+        self._differed_in: dict[Pair, int] = {}  # the last round in which a receiver loaded something else
+
+    @property
+    def sent_finite(self) -> bool:
+        """Whether the weights that this node sent are finite."""
+        return self.sent.max_abs < math.inf
+
+    def load(self, params: Sequence[Tensor], x: Tensor) -> None:
+        """Copy the synchronised weights into the parameters, and note what was loaded."""
+        self.loaded = tuple(flat_kernels.load(params, x, self._segments, self._layout.cuts))
+
+    def restart(self, x: Tensor) -> None:
+        """Begin with weights from a checkpoint or from node 0, which their owners have not sent."""
+        part = x[self._layout.partition(self._node)]
+        self.sent, self._differed_in = BufferStats(flat_kernels.checksum(part)), {}
+
+    def share(self, transport: Transport, flat: Tensor) -> None:
+        """Send this node's partition of a flat buffer to every node, and receive theirs."""
+        incoming = [flat[self._layout.partition(k)] for k in range(transport.nodes)]
+        transport.exchange([incoming[self._node]] * transport.nodes, incoming)
+
+    def share_weights(self, transport: Transport, x: Tensor) -> None:
+        """Share the new weights; the next header states what was sent."""
+        self.sent = flat_kernels.checksum_and_max(x[self._layout.partition(self._node)])
+        self.share(transport, x)
+
+    def share_compared(self, transport: Transport, flat: Tensor) -> None:
+        """Share what no later header states: compared at once, and sent once more where it arrived differently."""
+        sent = flat_kernels.checksum(flat[self._layout.partition(self._node)])
+        differing: list[Pair] = []
+        for _ in range(2):
+            self.share(transport, flat)
+            loaded = [flat_kernels.checksum(flat[self._layout.partition(k)]) for k in range(transport.nodes)]
+            rows = transport.gather(torch.tensor([sent, *loaded], dtype=torch.int64)).tolist()
+            differing = pairs_that_differ([row[0] for row in rows], {k: row[1:] for k, row in enumerate(rows)})
+            if not differing:
+                return
+        raise damaged("the outer state, twice,", *differing[0])
+
+    def reload(self, transport: Transport, round: int, headers: Sequence[Header], x: Tensor) -> list[Pair]:
+        """Give nodes that loaded other weights of a round than were sent the right ones; returns the pairs.
+
+        Raises:
+            Damaged: a pair differs in two rounds in a row, or no node has the weights that an owner sent.
+        """
+        differing = self._differing(round, headers)
+        here, nothing = self._node, x[:0]
+        for owner in sorted({owner for owner, _ in differing}):
+            wrong = {receiver for other, receiver in differing if other == owner}
+            # the owner itself may be among them: its memory changed after it sent the weights
+            donor = next((k for k in (owner, *range(transport.nodes)) if k not in wrong), None)
+            if donor is None:
+                raise Damaged(
+                    f"No node holds the weights that node {owner} sent. Restart all nodes from the last checkpoint."
+                )
+            part = x[self._layout.partition(owner)]
+            outgoing = [part if here == donor and k in wrong else nothing for k in range(transport.nodes)]
+            incoming = [part if here in wrong and k == donor else nothing for k in range(transport.nodes)]
+            transport.exchange(outgoing, incoming)
+            if here in wrong and flat_kernels.checksum(part) != headers[owner].sent:
+                raise damaged("what was sent again of the weights", donor, here)
+        if any(receiver == here for _, receiver in differing):
+            self.loaded = tuple(header.sent for header in headers)
+        return differing
+
+    def _differing(self, round: int, headers: Sequence[Header]) -> list[Pair]:
+        """Where a receiver loaded other weights of a round than the owner sent."""
+        loaded = {k: header.weights for k, header in enumerate(headers)}
+        differing = pairs_that_differ([header.sent for header in headers], loaded)
+        again = [pair for pair in differing if self._differed_in.get(pair) == round - 1]
+        self._differed_in.update(dict.fromkeys(differing, round))
+        if again:
+            raise Damaged(
+                f"{other_weights(*again[0], round)}, for the second round in a row. {AT_FAULT} Check them, and restart "
+                "all nodes from the last checkpoint."
+            )
+        return differing
+
+
+def check_finite(t: int, headers: Sequence[Header]) -> None:
+    """Raise where an owner took an outer step to weights that are not finite: its own header states it."""
+    owners = [k for k, header in enumerate(headers) if not header.finite]
+    if owners:
+        raise Damaged(
+            f"Round {t} ended with weights that are not finite, in the partition of {named(owners)}. Lower the outer "
+            "learning rate; where it is always one node, look at its memory. The last checkpoint is from before."
+        )
+
+
+def other_weights(owner: int, receiver: int, round: int) -> str:
+    """What happened between two nodes, in words.
+
+    Examples:
+        >>> other_weights(0, 2, 5)
+        'Node 2 loaded other weights than node 0 sent at the end of round 5'
+    """
+    if owner == receiver:
+        return f"The weights that node {owner} sent at the end of round {round} changed in its own memory"
+    return f"Node {receiver} loaded other weights than node {owner} sent at the end of round {round}"
