@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import nn
 
 import tailopt
-from tailopt.distributed.checkpointing import counted, load_inner, one_by_one
 from tailopt.records import checkpoints
 from tailopt.records.folder import Run
 
@@ -517,28 +516,6 @@ def test_what_cannot_be_is_said_on_every_node(server: Server, tmp_path: Path) ->
     partial = server.go(tmp_path / "out", "two of three", run=str(tmp_path / "partial"), often=1)
     assert partial is not None
     assert any("Not every node takes part in every round" in answer["error"] for answer in partial), partial
-
-
-# ---- without other processes ----
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_inner_state_comes_back_in_its_own_type(kind: Any) -> None:
-    """torch's own load_state_dict rounds fp32 state of a bf16 parameter."""
-    p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    a, b = (kind([p], lr=0.1) for _ in range(2))
-    a.state[p] = {"wide": torch.tensor([1 + 2.0**-20]), "step": 3, "more": {"plain": [1]}}
-    load_inner(b, a.state_dict())
-    assert b.state[p]["wide"].dtype == torch.float32 and b.state[p]["wide"].item() == 1 + 2.0**-20
-    assert b.state[p]["step"] == 3 and b.state[p]["more"] == {"plain": [1]}
-
-
-def test_steps_are_counted_and_come_back() -> None:
-    u = torch.ones(3)
-    rows: list[Mapping[str, Any]] = [{"lr": 0.1, "u": [u, 1.0]}, {"lr": 0.1, "u": [u, 1.0]}, {"lr": 0.1, "u": [u, 2.0]}]
-    assert [count for count, _ in counted(rows)] == [2, 1]
-    assert [row["u"][1] for row in one_by_one(counted(rows))] == [1.0, 1.0, 2.0]
-    assert len(counted([{"u": torch.ones(1)}, {"u": torch.ones(1)}])) == 2
 
 
 if __name__ == "__main__":

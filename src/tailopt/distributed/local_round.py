@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tailopt.distributed.checkpointing import counted, load_inner, one_by_one
+from tailopt.distributed.local_state import load_exact_state
+from tailopt.distributed.run_length import run_length_decode, run_length_encode
 from tailopt.optimizers.biclip import BiClip
 from tailopt.optimizers.l2clip import L2Clip
 from tailopt.rounds.guard import Bound, bound
@@ -94,7 +95,7 @@ class LocalRound:
     def undo(self) -> None:
         """Take back what this round did to a state that is kept."""
         if self._keeps_state and self._state_before is not None:
-            load_inner(self.optimizer, {**self.optimizer.state_dict(), "state": self._state_before})
+            load_exact_state(self.optimizer, {**self.optimizer.state_dict(), "state": self._state_before})
 
     def step(self, t: int, steps_done: int, closure: Callable[[], Any] | None) -> Any:
         """Take one local step of round t, before which the node has taken `steps_done` in all."""
@@ -143,12 +144,12 @@ class LocalRound:
 
     def saved_steps(self) -> dict[str, Any]:
         """Return the steps of a round that is under way."""
-        return {"inner_before": self._state_before, "done": counted(self._hparams_of_steps)}
+        return {"inner_before": self._state_before, "done": run_length_encode(self._hparams_of_steps)}
 
     def load_saved(self, saved: Mapping[str, Any], in_the_middle: bool) -> None:
         """Load what `saved_optimizer` and `saved_steps` returned."""
-        load_inner(self.optimizer, saved["optimizer"])
+        load_exact_state(self.optimizer, saved["optimizer"])
         self.loss = saved["loss"]
         if in_the_middle:
             self._state_before = saved.get("inner_before")
-            self._hparams_of_steps = one_by_one(saved["done"])
+            self._hparams_of_steps = run_length_decode(saved["done"])

@@ -368,7 +368,7 @@ class NestedOptimizer(Optimizer):
                 policy.draw(t), statement, terms, self._outer, policy, bool(self._send_preconditioner)
             )
         except EveryoneExcluded as error:
-            raise all_excluded(error, self._records.keeper) from None
+            raise all_excluded(error, self._records.coordinator) from None
         except OtherParameters:
             raise self._trained.disagreement(t, self._peers) from None
         self._record_round(report)
@@ -424,7 +424,7 @@ class NestedOptimizer(Optimizer):
             extra: what of this node comes back as `resumed.extra`, such as the position in the data: tensors and plain
                 values. By default what the function `extra` returns.
         """
-        if self._records.keeper is None:
+        if self._records.coordinator is None:
             raise ValueError("There is no run folder to write a checkpoint to. Give it as `run`.")
         if not self.finished and not self._policy.everybody_takes_part:
             raise ValueError(

@@ -15,10 +15,13 @@ from typing import Any
 import torch
 
 from tailopt.arguments import check_counts, check_flags, check_function, checked_loggers
-from tailopt.distributed.checkpointing import Crew, Keeper, Resumed, generators, restore, set_generators
+from tailopt.distributed.checkpointing import CheckpointCoordinator, Resumed
 from tailopt.distributed.local_round import LocalRound
+from tailopt.distributed.local_state import restore_rng_states, rng_states
 from tailopt.distributed.node import Node
+from tailopt.distributed.rank_group import RankGroup
 from tailopt.distributed.resume_checks import FirstInputs, Rates, rates
+from tailopt.distributed.shared_state import restore
 from tailopt.rounds.round import LocalState
 
 NO_RUN_FOLDER = "There is no run folder, so the run begins again: give NestedOptimizer run=... and resume=True."
@@ -80,34 +83,34 @@ class NodeRecords:
         self._rates: Rates | None = None
         self._inputs: FirstInputs | None = None
         self._first_inputs: list[int] = []
-        self._keeper: Keeper | None = None
+        self._coordinator: CheckpointCoordinator | None = None
         if options.folder is not None:
-            crew = Crew(node.exchange.transport, node.exchange.shards)
-            self._keeper = Keeper(crew, Path(options.folder), options.keep, guard)
+            ranks = RankGroup(node.exchange.transport, node.exchange.shards)
+            self._coordinator = CheckpointCoordinator(ranks, Path(options.folder), options.keep, guard)
 
     @property
     def last_good(self) -> Callable[[], str]:
         """What the last words say about checkpoints; it does not keep the folder of a lost optimizer open."""
-        if self._keeper is None:
+        if self._coordinator is None:
             return lambda: NO_RUN_FOLDER
-        known = weakref.ref(self._keeper)
+        known = weakref.ref(self._coordinator)
         return lambda: now.last_good() if (now := known()) is not None else ""
 
     @property
-    def keeper(self) -> Keeper | None:
+    def coordinator(self) -> CheckpointCoordinator | None:
         """What writes together with the other nodes; None where there is no run folder."""
-        return self._keeper
+        return self._coordinator
 
     def open(self, config: Mapping[str, Any]) -> None:
         """Open the run folder on all nodes, where there is one."""
-        if self._keeper is not None:
-            self._keeper.open({**config, **self.options.describe}, self.options.resume)
+        if self._coordinator is not None:
+            self._coordinator.open({**config, **self.options.describe}, self.options.resume)
 
     def resume_or_start(self) -> bool:
         """Continue from the last checkpoint, or write the first; returns whether this is in the middle of a round."""
-        if self._keeper is None:
+        if self._coordinator is None:
             return False
-        newest = self._keeper.resume(self._node) if self.options.resume else None
+        newest = self._coordinator.resume(self._node) if self.options.resume else None
         if newest is None:
             self.save(0)
             return False
@@ -116,7 +119,7 @@ class NodeRecords:
         saved = restore(snapshot, self._node)
         self._node.restart()
         self.steps_done = [*snapshot.meta["taken"], *[0] * nodes][:nodes]
-        self.history = self._keeper.history(self._node.round)
+        self.history = self._coordinator.history(self._node.round)
         if saved is not None:
             self._load_local(saved, step)
         extra = saved["extra"] if saved is not None else {}
@@ -127,7 +130,7 @@ class NodeRecords:
 
     def watch_inputs(self, model: torch.nn.Module | None, in_the_middle: bool) -> None:
         """Compare the first inputs of this node after a resume with those of the run's beginning."""
-        if model is not None and self._keeper is not None:
+        if model is not None and self._coordinator is not None:
             self._inputs = FirstInputs(model, self._first_inputs, self.resumed is not None, in_the_middle)
 
     def started(self) -> None:
@@ -151,20 +154,20 @@ class NodeRecords:
 
     def record(self, row: dict[str, Any], seconds: Mapping[int, float], finished: bool) -> None:
         """Add a row to the history of the run folder, and write a checkpoint where one is due."""
-        if self._keeper is not None:
-            self._keeper.record(row, seconds)
+        if self._coordinator is not None:
+            self._coordinator.record(row, seconds)
             if finished or self._node.round % self.options.checkpoint_every == 0:
                 self.save(0)
 
     def log(self, text: str) -> None:
         """Write a line to the log of the run folder."""
-        if self._keeper is not None:
-            self._keeper.log(text)
+        if self._coordinator is not None:
+            self._coordinator.log(text)
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> bool:
         """Write a checkpoint with all nodes, `step` local steps into the next round; returns whether it was written."""
-        assert self._keeper is not None
-        return self._keeper.save(self._node, step, lambda: self._saved_local(step, extra), self.steps_done)
+        assert self._coordinator is not None
+        return self._coordinator.save(self._node, step, lambda: self._saved_local(step, extra), self.steps_done)
 
     def _saved_local(self, step: int, extra: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return what a checkpoint holds of this node alone; in the middle of a round that is more."""
@@ -175,7 +178,7 @@ class NodeRecords:
             extra = self.options.extra() if self.options.extra is not None else {}
         saved = {
             **self._local_round.saved_optimizer(in_the_middle=step > 0),
-            "random": generators(node.device),
+            "random": rng_states(node.device),
             "extra": dict(extra),
             "first_inputs": self._inputs.first if self._inputs is not None else self._first_inputs,
         }
@@ -196,7 +199,7 @@ class NodeRecords:
         self._rates = Rates(fresh, rates(optimizer))
         self._first_inputs = list(saved.get("first_inputs", []))  # older checkpoints lack it
         node.local = LocalState(**saved["own"]) if "own" in saved else None
-        set_generators(saved["random"], node.device)
+        restore_rng_states(saved["random"], node.device)
         if step:
             if "loaded" in saved:  # older checkpoints lack it
                 node.exchange.restore_loaded_digests(saved["loaded"])
