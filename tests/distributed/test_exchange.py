@@ -80,7 +80,7 @@ def test_headers_that_end_a_run(change: dict[str, Any], said: str | None) -> Non
     transport.change = change
     if said is None or said == "dropped":
         report, _ = exchange.close(1, who, x, {}, {}, Statement(1), Terms())
-        assert [e.reason for e in report.excluded] == ([said] if said else [])
+        assert [e.reason for e in report.settlement.excluded] == ([said] if said else [])
     else:
         with pytest.raises(Damaged, match=said):
             exchange.close(1, who, x, {}, {}, Statement(1), Terms())
