@@ -82,7 +82,7 @@ def test_a_run_of_two_classes_of_torch_is_listed_and_compared(
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (lambda run: (run / "config.toml").write_text("rounds = ["), "it is no TOML any more"),
+        (lambda run: (run / "config.toml").write_text("rounds = ["), "it is no longer TOML"),
         (
             lambda run: (run / "config.toml").write_text("rounds = 2\n"),
             "algorithm is not there",

@@ -17,6 +17,7 @@ from tailopt.cli import train
 from tailopt.cli.main import main
 from tailopt.distributed.training import recorded
 from tailopt.records import checkpoints, history
+from tailopt.records.checked_json import with_digest
 from tailopt.rounds.drops import Drops
 from tests.distributed import forked
 
@@ -121,10 +122,10 @@ def test_a_recorded_run_from_before_there_were_seals_is_replayed(
     shutil.copytree(finished, run)
     for name in ("run.json", "history.seal.json", "digests.seal.json"):
         (run / name).unlink()
-    for path in checkpoints.every(run):
+    for path in checkpoints.list_checkpoints(run):
         body = json.loads((path / "manifest.json").read_text())
         del body["sha256"], body["run"]
-        (path / "manifest.json").write_bytes(checkpoints.sealed(body))
+        (path / "manifest.json").write_bytes(with_digest(body))
     assert main(["verify", str(run)]) == 0
     assert "10 rounds replayed" in capsys.readouterr().out
     _, *words = shlex.split(train.EXAMPLE.replace("\\\n", " ").replace("--rounds 10", "--rounds 11"))

@@ -29,6 +29,7 @@ import tailopt
 from tailopt.cli.main import main
 from tailopt.records import checkpoints, history
 from tailopt.records import lock as locks
+from tailopt.records.checked_json import with_digest
 from tailopt.records.folder import Run, accept_config
 from tests.records.old_runs import Point, batches, with_nodes
 
@@ -211,7 +212,7 @@ def damage(luck: random.Random, run: Path) -> Damage:
 
 
 def damaged_checkpoint(luck: random.Random, run: Path) -> Damage:
-    paths = checkpoints.every(run)
+    paths = checkpoints.list_checkpoints(run)
     path, other = luck.choice(paths), luck.choice(paths)
     match luck.choice(["delete", "rename", "swap", "foreign", "foreign", "mixed", "copy"]):
         case "delete":
@@ -224,7 +225,7 @@ def damaged_checkpoint(luck: random.Random, run: Path) -> Damage:
             other.rename(path)
             (run / "aside").rename(other)
         case "foreign":
-            source = luck.choice(checkpoints.every(run.parent / luck.choice(["twin", "other"])))
+            source = luck.choice(checkpoints.list_checkpoints(run.parent / luck.choice(["twin", "other"])))
             other = run / "checkpoints" / source.name
             shutil.rmtree(other, ignore_errors=True)
             shutil.copytree(source, other)
@@ -272,7 +273,7 @@ class Folder:
         self.run = here / "damaged" / "run"
         self.fresh()
         self.told = {tables: read(self.run, tables) for tables in (False, True)}
-        self.rounds = [path.name for path in checkpoints.every(self.run)]
+        self.rounds = [path.name for path in checkpoints.list_checkpoints(self.run)]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             errors, said, self.weights = kind.resume(self.run)
@@ -323,7 +324,7 @@ class Folder:
 
 def at(name: str) -> str:
     """How the log calls a checkpoint."""
-    round, step = checkpoints.at(Path(name))
+    round, step = checkpoints.moment(Path(name))
     return f"resumed after round {round}" + (f" and {step} local steps" if step else "")
 
 
@@ -351,7 +352,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type], Folder
 def test_no_corruption_changes_anything_without_a_word(
     kind: type, numbers: range, folders: Callable[[type], Folder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "PATIENCE", 0.2)
+    monkeypatch.setattr(locks, "STALE_AFTER_S", 0.2)
     folder = folders(kind)
     results = [folder.check(number) for number in numbers]
     counts = {result: results.count(result) for result in set(results)}
@@ -374,20 +375,20 @@ def forged_history(luck: random.Random, run: Path) -> Damage:
     one.ledger.rewind(0)
     for row in rows:
         one.ledger.append(history.line({**row, "loss": 0.0}), row["round"])
-    newest = checkpoints.every(run)[-1]
+    newest = checkpoints.list_checkpoints(run)[-1]
     body = json.loads((newest / "manifest.json").read_text())
     del body["sha256"]
     body["run"][2] = list(one.ledger.chain)
-    rounds = checkpoints.at(newest)[0]
+    rounds = checkpoints.moment(newest)[0]
     one.ledger.rewind(rounds)
     body["run"][2] = list(one.ledger.chain)
-    (newest / "manifest.json").write_bytes(checkpoints.sealed(body))
+    (newest / "manifest.json").write_bytes(with_digest(body))
     return Damage("forged history", {"history"})
 
 
 def forged_weights(luck: random.Random, run: Path) -> Damage:
-    newest = checkpoints.every(run)[-1]
+    newest = checkpoints.list_checkpoints(run)[-1]
     found = checkpoints.load(newest)
     found.tensors["global.weights.a"][0] += 1
-    checkpoints.save(run, found.round, found.tensors, found.nodes, found.meta, stamp=found.stamp)
+    checkpoints.save(run, found.round, found.tensors, found.nodes, found.meta, claim=checkpoints.Claim(found.stamp))
     return Damage("forged weights", {"history"})

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 import tailopt
 from tailopt.records import disk
-from tailopt.records.folder import Run, environment, is_run
+from tailopt.records.environment import environment
+from tailopt.records.folder import Run, is_run
 
 CONFIG = {"algorithm": "bi2clip", "ilr": 0.5, "rounds": 60, "schedules": {"i_u": [1e-4, 0.25]}, "clip": math.inf}
 
@@ -65,7 +66,7 @@ def test_an_empty_folder_and_one_that_a_kill_left_are_taken(tmp_path: Path) -> N
     killed = tmp_path / "killed"
     killed.mkdir()
     (killed / "environment.json").write_text("{}")
-    disk.hidden(killed / "config.toml").write_text("half")
+    disk.hidden_path(killed / "config.toml").write_text("half")
     assert not is_run(killed)
     assert Run.create(killed, {"a": 1}, {}).config == {"a": 1} and is_run(killed)
 
@@ -205,6 +206,6 @@ def test_a_row_that_did_not_fit_can_be_written_again(run: Run) -> None:
             run.append(long, {"s": 1.0})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert run.last() == 3 and [row["round"] for row in run.history()] == [1, 2, 3]
+    assert run.last_round() == 3 and [row["round"] for row in run.history()] == [1, 2, 3]
     run.append(long, {"s": 1.0})
-    assert run.history()[-1] == long and run.last() == 4
+    assert run.history()[-1] == long and run.last_round() == 4

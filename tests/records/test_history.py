@@ -86,10 +86,10 @@ def test_a_torn_line_is_passed_over_at_every_length(tmp_path: Path) -> None:
     for length in range(len(whole[1])):
         file.write_bytes(whole[0] + whole[1][:length])
         assert history.read(file) == rows[:1]
-        history.mend(file)
+        history.drop_torn_line(file)
         assert file.read_bytes() == whole[0]
     file.write_bytes(b"".join(whole))
-    history.mend(file)
+    history.drop_torn_line(file)
     assert same(history.read(file), rows)
 
 
@@ -105,7 +105,7 @@ def test_a_file_of_one_torn_line_is_empty(tmp_path: Path) -> None:
 def test_a_damaged_line_is_named(tmp_path: Path, text: bytes) -> None:
     file = tmp_path / "history.jsonl"
     file.write_bytes(b'{"round": 1}\n' + text + b'{"round": 3}\n')
-    with pytest.raises(ValueError, match=r"history\.jsonl, line 2: .*from a copy, or mend that line"):
+    with pytest.raises(ValueError, match=r"history\.jsonl, line 2: .*from a copy, or repair that line"):
         history.read(file)
 
 

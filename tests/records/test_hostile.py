@@ -16,9 +16,9 @@ import torch
 
 from tailopt.cli.main import main
 from tailopt.records import checkpoints, history
+from tailopt.records.checked_json import DamagedRecord
 from tailopt.records.checkpoints import DamagedCheckpoint, load, load_latest, save
 from tailopt.records.folder import Run
-from tailopt.records.seals import DamagedRecord
 from tests.records.old_runs import simulated, with_nodes
 
 Body = dict[str, Any]
@@ -243,12 +243,12 @@ def test_a_damaged_line_of_the_times_is_passed_over(tmp_path: Path) -> None:
 def test_a_configuration_that_is_none_is_named(tmp_path: Path, text: bytes) -> None:
     run = Run.create(tmp_path / "new", {"a": 1}, {})
     (run.path / "config.toml").write_bytes(text)
-    with pytest.raises(DamagedRecord, match=r"config\.toml is not what .* it is no TOML any more.*--accept-config"):
+    with pytest.raises(DamagedRecord, match=r"config\.toml is not what .* it is no longer TOML.*--accept-config"):
         Run.open(run.path)
     old = tmp_path / "old"
     old.mkdir()
     (old / "config.toml").write_bytes(text)
-    with pytest.raises(ValueError, match=r"config\.toml is no .* Mend it, or bring it back from a copy"):
+    with pytest.raises(ValueError, match=r"config\.toml is not .* Repair it, or bring it back from a copy"):
         Run.open(old)
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 import tailopt
-from tailopt.records import checkpoints, history, identity
+from tailopt.records import checkpoints, history
+from tailopt.records.checked_json import DamagedRecord
+from tailopt.records.config_file import config_digest
 from tailopt.records.folder import Run, accept_config
 from tailopt.records.identity import OtherRun
-from tailopt.records.seals import DamagedRecord
 from tests.records.old_runs import simulated
 
 
@@ -112,11 +113,11 @@ def test_accepted_changes_are_chained_and_older_checkpoints_accepted_through_the
     found = Run.open(run)
     assert found.config["settings"]["ilr"] == 0.7
     rows = history.read(run / "config-changes.jsonl")
-    assert [row["round"] for row in rows] == [3, 3] and rows[0]["old"] == identity.digest(first)
-    assert rows[0]["new"] == rows[1]["old"] and rows[1]["new"] == identity.digest((run / "config.toml").read_bytes())
+    assert [row["round"] for row in rows] == [3, 3] and rows[0]["old"] == config_digest(first)
+    assert rows[0]["new"] == rows[1]["old"] and rows[1]["new"] == config_digest((run / "config.toml").read_bytes())
     assert "accepted after round 3 that in config.toml settings.ilr is 0.7" in (run / "log.txt").read_text()
-    for path in checkpoints.every(run):
-        found.check(checkpoints.load(path), path)
+    for path in checkpoints.list_checkpoints(run):
+        found.check_checkpoint(checkpoints.load(path), path)
 
     data = (run / "config-changes.jsonl").read_bytes()
     for index in range(0, len(data) - 1, 7):
@@ -131,10 +132,10 @@ def test_accepted_changes_are_chained_and_older_checkpoints_accepted_through_the
 
 def test_manifests_hold_run_settings_and_history(run: Path) -> None:
     body = json.loads((run / "checkpoints/round-000002/manifest.json").read_text())
-    lines = history.whole_lines(run / "history.jsonl")
-    from tailopt.records.ledger import chained
+    lines = history.complete_lines(run / "history.jsonl")
+    from tailopt.records.ledger import chain_of
 
     own = Run.open(run).identity
     assert own is not None
-    assert body["run"][:2] == [own.id, identity.digest((run / "config.toml").read_bytes())]
-    assert body["run"][2] == list(chained(run / "history.jsonl", lines[:2]))
+    assert body["run"][:2] == [own.id, config_digest((run / "config.toml").read_bytes())]
+    assert body["run"][2] == list(chain_of(run / "history.jsonl", lines[:2]))

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tailopt.records import disk, history
-from tailopt.records.ledger import Chain, Ledger, chained
-from tailopt.records.seals import DamagedRecord
+from tailopt.records.checked_json import DamagedRecord
+from tailopt.records.ledger import Chain, Ledger, chain_of
 
 ROOT = Path(__file__).parents[2]
 ID = "a" * 32
@@ -77,7 +77,7 @@ def test_one_row_beyond_the_seal_is_a_kill(ledger: Ledger, beyond: bytes) -> Non
 
 
 def test_a_checkpoint_knows_the_rows_before_it(ledger: Ledger) -> None:
-    known = chained(ledger.path, [line(1), line(2), line(3)])
+    known = chain_of(ledger.path, [line(1), line(2), line(3)])
     ledger.seal.unlink()
     with ledger.path.open("ab") as file:
         file.write(b"garbage\n" * 3)
@@ -101,7 +101,7 @@ def test_a_seal_of_another_run_is_refused(ledger: Ledger) -> None:
 def test_a_kill_in_the_middle_of_cutting_is_no_damage(ledger: Ledger) -> None:
     before = ledger.path.read_bytes()
     ledger.rewind(2)
-    ledger._write(ledger.chain, cut=True)  # as it stands when the rows are not cut yet
+    ledger._write_seal(ledger.chain, cut=True)  # as it stands when the rows are not cut yet
     ledger.path.write_bytes(before)
     assert [row["round"] for row in again(ledger).read()] == [1, 2]
     found = again(ledger)

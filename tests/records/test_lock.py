@@ -34,14 +34,14 @@ def content(folder: Path) -> dict[str, Any]:
 
 def by_hand(folder: Path, **facts: Any) -> None:
     """A lock as a process of another machine would have written it."""
-    mine = {**locks._myself(), "run": "r", "token": "t", "count": 0}
-    (folder / LOCK).write_bytes(locks._written({**mine, "host": "elsewhere", "boot": "another boot", **facts}))
+    mine = {**locks._this_process(), "run": "r", "token": "t", "count": 0}
+    (folder / LOCK).write_bytes(locks._encode({**mine, "host": "elsewhere", "boot": "another boot", **facts}))
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "PATIENCE", 0.5)
-    monkeypatch.setattr(locks, "REAPPEAR", 0.1)
+    monkeypatch.setattr(locks, "STALE_AFTER_S", 0.5)
+    monkeypatch.setattr(locks, "REAPPEAR_S", 0.1)
 
 
 @contextlib.contextmanager
@@ -87,7 +87,7 @@ def test_a_second_writer_is_refused_with_the_facts(tmp_path: Path) -> None:
         with pytest.raises(Locked) as refused:
             Lock(tmp_path, "run-id")
         said = str(refused.value)
-        assert f"process {holder.pid} on {locks._myself()['host']} since {since} (run run-id)" in said
+        assert f"process {holder.pid} on {locks._this_process()['host']} since {since} (run run-id)" in said
         assert "stop it" in said and content(tmp_path)["pid"] == holder.pid
         holder.kill()
         Lock(tmp_path, "run-id").release()  # at once; the process was not waited for, and is still in the table
@@ -228,7 +228,7 @@ def test_a_lock_that_somebody_else_took_meanwhile_is_put_back(tmp_path: Path) ->
     (tmp_path / LOCK).unlink()
     held = Lock(tmp_path, "faster")
     with pytest.raises(Locked, match=r"\(run faster\)"):
-        locks._take_over(tmp_path / LOCK, judged, {**locks._myself(), "run": "slower", "token": "s", "count": 0})
+        locks._take_over(tmp_path / LOCK, judged, {**locks._this_process(), "run": "slower", "token": "s", "count": 0})
     held.check()
     assert [p.name for p in tmp_path.iterdir()] == [LOCK]
     held.release()
@@ -283,7 +283,8 @@ def test_an_empty_lock_is_held_until_it_is_old(
 
 
 def test_a_stopped_writer_notices_that_it_was_taken_over(tmp_path: Path, impatient: None) -> None:
-    code = "lock._boot = lambda: 'another boot'\nlock.BEAT = 0.05\nheld = lock.Lock(F, 'first')\nprint('ready')\n"
+    code = "lock._boot = lambda: 'another boot'\nlock.HEARTBEAT_S = 0.05\n"
+    code += "held = lock.Lock(F, 'first')\nprint('ready')\n"
     code += "while not (F / 'go').exists(): time.sleep(0.01)\n"
     code += "try:\n    held.check()\n    print('mine')\nexcept lock.LostLock as error:\n    print(error)\n"
     with process(tmp_path, code) as holder:
@@ -302,13 +303,13 @@ def test_a_stopped_writer_notices_that_it_was_taken_over(tmp_path: Path, impatie
         assert (tmp_path / LOCK).read_bytes() == before
         (tmp_path / "go").touch()
         out, _ = holder.communicate(timeout=30)
-        assert f"no more: it is held by process {os.getpid()} on " in out and "(run second)" in out
+        assert f"lock.json: it is held by process {os.getpid()} on " in out and "(run second)" in out
     held.check()
     held.release()
 
 
 def test_the_count_is_raised_while_the_process_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "BEAT", 0.02)
+    monkeypatch.setattr(locks, "HEARTBEAT_S", 0.02)
     held = Lock(tmp_path, "a")
     until = time.monotonic() + 20
     while content(tmp_path)["count"] < 3:
@@ -323,7 +324,7 @@ def test_the_count_is_raised_while_the_process_lives(tmp_path: Path, monkeypatch
 def test_a_removed_lock_is_lost(tmp_path: Path, impatient: None) -> None:
     held = Lock(tmp_path, "a")
     (tmp_path / LOCK).unlink()
-    with pytest.raises(LostLock, match=r"no more: it was removed"):
+    with pytest.raises(LostLock, match=r"no longer holds .*: it was removed"):
         held.check()
     other = Lock(tmp_path, "b")
     held.release()
@@ -427,7 +428,7 @@ def test_real_nodes_are_refused_together(tmp_path: Path) -> None:
 
 def test_real_nodes_wait_for_node_0_longer_than_their_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Node 0 takes over the lock of another machine; the others see signs of life from it meanwhile."""
-    monkeypatch.setattr(locks, "PATIENCE", 8.0)
+    monkeypatch.setattr(locks, "STALE_AFTER_S", 8.0)
     run = tmp_path / "run"
     with_nodes(tmp_path / "first", run, rounds=2)
     assert not (run / LOCK).exists()  # all rounds are done

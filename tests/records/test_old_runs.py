@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tailopt.records import checkpoints
+from tailopt.records.checked_json import DamagedRecord, with_digest
 from tailopt.records.folder import Run
 from tailopt.records.identity import OtherRun
-from tailopt.records.seals import DamagedRecord
 from tests.records.old_runs import NODES, simulated, with_nodes
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -82,7 +82,7 @@ def test_what_was_there_then_is_held_to_later(old: Path, tmp_path: Path) -> None
     foreign = other / "checkpoints" / "round-000003" / "manifest.json"
     body = json.loads(foreign.read_text())
     del body["sha256"]
-    foreign.write_bytes(checkpoints.sealed({**body, "meta": {**body["meta"], "taken": [7, 7]}}))
+    foreign.write_bytes(with_digest({**body, "meta": {**body["meta"], "taken": [7, 7]}}))
     shutil.copytree(foreign.parent, old / "checkpoints" / "round-000009")
     with pytest.warns(UserWarning, match="round-000009 is passed over.*manifest of round-000003"):
         simulated(old, resume=True, rounds=6)

@@ -12,8 +12,8 @@ from tailopt.cli.config_file import sections
 from tailopt.cli.configuration import resolve
 from tailopt.cli.overrides import Overrides
 from tailopt.cli.run import simulate_into
+from tailopt.records.config_file import CONFIG, describe_difference, parse_config
 from tailopt.records.folder import Run, accept_config, is_run
-from tailopt.records.identity import CONFIG, settings, told
 
 EXAMPLE = """\
   tailopt run --task syntoken --algorithm avg-biclip --ilr 0.5 --i_u 0.1 --i_d 0.01 --rounds 10 --out runs/first
@@ -68,9 +68,9 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
 def _accept(folder: Path) -> None:
     """Accept an edited config.toml. It must be a valid configuration, unless the run was started from Python."""
     if is_run(folder):
-        edited = settings(folder / CONFIG, (folder / CONFIG).read_text(encoding="utf-8"))
+        edited = parse_config(folder / CONFIG, (folder / CONFIG).read_text(encoding="utf-8"))
         if "task" in edited:
             resolve(sections(edited))
     difference = accept_config(folder)
     if difference is not None:
-        print(f"accepted: {told(difference)}", file=sys.stderr)
+        print(f"accepted: {describe_difference(difference)}", file=sys.stderr)

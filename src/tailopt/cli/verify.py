@@ -13,7 +13,8 @@ from tailopt.cli.config_file import sections
 from tailopt.cli.configuration import resolve
 from tailopt.cli.overrides import Overrides
 from tailopt.distributed.training import replay
-from tailopt.records.folder import Run, environment
+from tailopt.records.environment import environment
+from tailopt.records.folder import Run
 
 EXAMPLE = """\
   tailopt verify runs/real"""

@@ -26,10 +26,11 @@ from tailopt.clipping.shards import is_dtensor
 from tailopt.distributed.exchange import ALIKE
 from tailopt.distributed.rank_group import RankGroup
 from tailopt.distributed.shared_state import OtherNodes, merged_meta, read, shared_of
-from tailopt.records import checkpoints, history, together
+from tailopt.records import checkpoints, collective, history
 from tailopt.records.checkpoints import DamagedCheckpoint, Snapshot
-from tailopt.records.folder import HISTORY, Run, is_run, opened, storable
-from tailopt.records.packing import pack
+from tailopt.records.config_file import storable
+from tailopt.records.folder import HISTORY, Run, is_run, open_run
+from tailopt.records.pytree import pack
 from tailopt.rounds.settle import EveryoneExcluded
 
 if TYPE_CHECKING:
@@ -93,11 +94,11 @@ class CheckpointCoordinator:
 
         def first() -> None:
             if self.ranks.number == 0:
-                self.run = opened(self.folder, storable(config), resume, FREE)
+                self.run = open_run(self.folder, storable(config), resume, FREE)
 
         def others() -> None:
             if self.ranks.number:
-                together.await_folder(self.folder)
+                collective.await_folder(self.folder)
                 if not is_run(self.folder):
                     raise FileNotFoundError(
                         f"{self.folder} is another folder here than on node 0: it holds no run. Give a run folder that "
@@ -168,11 +169,11 @@ class CheckpointCoordinator:
         def begin() -> str:
             if self.run is None:
                 return ""
-            self.run.hold()
+            self.run.acquire_lock()
             self.run.check_lock()
             self._write_rows()
             self.run.sync()
-            return together.begin(self.folder, *moment).name
+            return collective.begin(self.folder, *moment).name
 
         def write() -> None:
             assert fresh is not None
@@ -181,7 +182,7 @@ class CheckpointCoordinator:
             cut = {name: list(t.shape) for name, t in tensors.items() if is_dtensor(t)}
             tensors = {name: t.to_local() if is_dtensor(t) else t for name, t in tensors.items()}
             meta = {**outer, "own": packed, "cut": cut}
-            together.write(fresh, self.ranks.number, self.ranks.count, shared, tensors, meta)
+            collective.write(fresh, self.ranks.number, self.ranks.count, shared, tensors, meta)
 
         def finish() -> None:
             if self.run is not None:
@@ -199,7 +200,7 @@ class CheckpointCoordinator:
                 def meta(parts: list[dict[str, Any]]) -> dict[str, Any]:
                     return {**merged_meta(names, buffers, average, parts), **more}
 
-                together.finish(fresh, *moment, self.ranks.count, meta, self.run.stamp, self.run.check_lock)
+                collective.finish(fresh, *moment, self.ranks.count, meta, self.run.claim)
 
         try:
             answers = self.ranks.all_ranks_do(begin, OSError)
@@ -210,11 +211,11 @@ class CheckpointCoordinator:
                 answers = self.ranks.all_ranks_do(finish, OSError, DamagedCheckpoint)
         except BaseException:
             if self.run is not None and fresh is not None:
-                together.discard(fresh)
+                collective.discard(fresh)
             raise
         if failed := self.ranks.failures(answers):
             if self.run is not None and fresh is not None:
-                together.discard(fresh)
+                collective.discard(fresh)
             last = checkpoints.latest(self.folder)
             older = f"the last one is {last.name}" if last else "there is none yet"
             self.warn(f"The checkpoint {at} was not written: {failed}. The run goes on; {older}.")
@@ -236,7 +237,7 @@ class CheckpointCoordinator:
         """
         newest = self._newest(node)
         if newest is None:
-            self.ranks.all_ranks_do(self.run.refuse_rows_alone if self.run is not None else lambda: None)
+            self.ranks.all_ranks_do(self.run.require_no_rows if self.run is not None else lambda: None)
             return None
         snapshot, path = newest
         before, nodes = int(snapshot.meta["writers"]), self.ranks.across.nodes
@@ -262,7 +263,7 @@ class CheckpointCoordinator:
         """From where the run can go on, in words."""
         if self.last is None:
             return f"There is no checkpoint in {self.folder} yet."
-        round, step = checkpoints.at(self.last)
+        round, step = checkpoints.moment(self.last)
         after = f"round {round}" + (f" and {step} local steps" if step else "")
         return f"The last good checkpoint is that after {after}: {self.last}."
 
@@ -280,14 +281,14 @@ class CheckpointCoordinator:
                     raise TypeError(f"{key} is {snapshot.meta[key]!r:.60}")
         except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             manifest = path / checkpoints.MANIFEST
-            raise checkpoints.damaged(manifest, f"lacks what a node needs ({error!r:.300})") from error
+            raise checkpoints.damaged_checkpoint(manifest, f"lacks what a node needs ({error!r:.300})") from error
         if self.run is not None:
-            self.run.check(snapshot, path)
+            self.run.check_checkpoint(snapshot, path)
         return snapshot
 
     def _newest(self, node: Node) -> tuple[Snapshot, Path] | None:
         """The newest checkpoint that all ranks can read; node 0 proposes them one after another."""
-        names = [path.name for path in reversed(checkpoints.every(self.folder))]
+        names = [path.name for path in reversed(checkpoints.list_checkpoints(self.folder))]
         passed_over: list[str] = []
         # the first rank proposes, since not every rank may see the same folder at the same time
         while name := self.ranks.all_ranks_do(lambda: next(iter(names[len(passed_over) :]), ""))[0].text:
@@ -312,7 +313,7 @@ class CheckpointCoordinator:
     def _write_rows(self) -> None:
         while self.run is not None and self._rows:
             row, seconds = self._rows[0]
-            if row["round"] > self.run.last():
+            if row["round"] > self.run.last_round():
                 self.run.append(row, seconds)
             del self._rows[0]
 

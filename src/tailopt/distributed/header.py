@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tailopt.records.shards import memory
+from tailopt.records.tensor_bytes import tensor_bytes
 from tailopt.rounds.guard import Bound
 
 PROTOCOL = 2  # of the exchange; nodes with another one cannot talk to each other
@@ -127,7 +127,7 @@ def _plain(value: Any) -> bytes:
         return b"[" + b",".join(map(_plain, value)) + b"]"
     if isinstance(value, Tensor):
         wide = value.detach().to("cpu", torch.float64).contiguous()
-        return struct.pack("<d", float(wide)) if not wide.dim() else bytes(memory(wide))
+        return struct.pack("<d", float(wide)) if not wide.dim() else bytes(tensor_bytes(wide))
     return struct.pack("<d", float(value))
 
 

@@ -18,10 +18,9 @@ from tailopt.clipping.shards import is_dtensor
 from tailopt.distributed.rank_group import RankGroup
 from tailopt.records import checkpoints
 from tailopt.records.checkpoints import Snapshot
-from tailopt.records.history import child, decode
-from tailopt.records.packing import names as tensors_of
-from tailopt.records.packing import pack, unpack
-from tailopt.records.together import Stretch
+from tailopt.records.collective import ElementRange
+from tailopt.records.history import child_path, decode
+from tailopt.records.pytree import pack, tensor_names, unpack
 from tailopt.rules.torch_optim import GROUP
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def tensor_places(node: Node) -> list[Place]:
     return places
 
 
-def shared_of(node: Node) -> tuple[dict[str, Stretch], dict[str, Any]]:
+def shared_of(node: Node) -> tuple[dict[str, ElementRange], dict[str, Any]]:
     """This node's partition of weights, outer state and average, and the plain rest of the outer state.
 
     A tensor of the outer state has an element for each weight, and is cut as they are; or it is a single number, the
@@ -73,20 +72,20 @@ def shared_of(node: Node) -> tuple[dict[str, Stretch], dict[str, Any]]:
         start = before + s.offset
         if not writes:
             continue
-        parts[child("global.weights", name)] = Stretch(node.x[s.start : s.stop], start, shape)
+        parts[child_path("global.weights", name)] = ElementRange(node.x[s.start : s.stop], start, shape)
         if node.average is not None:
-            parts[child("global.average", name)] = Stretch(node.average[s.start : s.stop], start, shape)
+            parts[child_path("global.average", name)] = ElementRange(node.average[s.start : s.stop], start, shape)
         state = dict(state)
         group = state.pop(GROUP, group)
-        path = child("global.outer", name)
+        path = child_path("global.outer", name)
         tensors, plain[name] = pack(state, path)
         for key, tensor in tensors.items():
             if tuple(tensor.shape) == (s.count,):
-                parts[key] = Stretch(tensor, start, shape)
+                parts[key] = ElementRange(tensor, start, shape)
             elif tensor.dim() == 0:
                 single.append(key)
                 if start == 0:
-                    parts[key] = Stretch(tensor, 0, ())
+                    parts[key] = ElementRange(tensor, 0, ())
             else:
                 raise TypeError(
                     f"{key} is a tensor of shape {tuple(tensor.shape)} for {s.count} weights; only outer "
@@ -96,12 +95,12 @@ def shared_of(node: Node) -> tuple[dict[str, Stretch], dict[str, Any]]:
     if exchange.transport.node == 0 and (exchange.shards is None or exchange.shards.node == 0):
         for name, (shape, _, _) in zip(exchange.names, where, strict=True):
             if not math.prod(shape):
-                empty = Stretch(node.x[:0], 0, shape)
-                parts[child("global.weights", name)] = empty
+                empty = ElementRange(node.x[:0], 0, shape)
+                parts[child_path("global.weights", name)] = empty
                 if node.average is not None:
-                    parts[child("global.average", name)] = empty
+                    parts[child_path("global.average", name)] = empty
         for name, buffer in node.begun_buffers().items():
-            parts[child("global.buffers", name)] = Stretch(buffer, 0, tuple(buffer.shape))
+            parts[child_path("global.buffers", name)] = ElementRange(buffer, 0, tuple(buffer.shape))
     return parts, {"outer": plain, "single": single, "group": group}
 
 
@@ -120,7 +119,7 @@ def merged_meta(
         outer[names[0]] = {**outer[names[0]], GROUP: groups[0]}
 
     def tensors(kind: str, of: Sequence[str]) -> dict[str, Any]:
-        return {name: {"$tensor": child(f"global.{kind}", name)} for name in of}
+        return {name: {"$tensor": child_path(f"global.{kind}", name)} for name in of}
 
     return {
         "global": {
@@ -139,7 +138,7 @@ def read(path: Path, node: Node) -> Snapshot:
     """What this node needs of a checkpoint, checked: all weights, its partition of the outer state, its local state."""
     exchange, transport = node.exchange, node.exchange.transport
     ranks = RankGroup(transport, exchange.shards)
-    body = checkpoints.manifest(path)
+    body = checkpoints.read_manifest(path)
     meta = decode(body["meta"])
     if body["step"] and meta["writers"] != transport.nodes:
         raise OtherNodes(
@@ -157,13 +156,13 @@ def read(path: Path, node: Node) -> Snapshot:
     ranges: dict[str, tuple[int, int]] = {}
     rows = zip(exchange.names, exchange.layout.offsets, exchange.layout.sizes, where, strict=True)
     for name, offset, size, place in rows:
-        keys = [key for key in tensors_of(meta["global"]["outer"][name]) if key not in meta["single"]]
-        keys += [child("global.average", name)]
+        keys = [key for key in tensor_names(meta["global"]["outer"][name]) if key not in meta["single"]]
+        keys += [child_path("global.average", name)]
         first = place.start - offset
         segment = segments.get(name)
         own_range = (first + segment.start, first + segment.stop) if segment is not None else (0, 0)
         ranges |= dict.fromkeys(keys, own_range)
-        ranges[child("global.weights", name)] = place.start, place.start + size
+        ranges[child_path("global.weights", name)] = place.start, place.start + size
 
     def wanted(owner: int | None, name: str, start: int, stop: int) -> bool:
         if owner is not None:
@@ -185,8 +184,8 @@ def _check_model(body: Mapping[str, Any], meta: Mapping[str, Any], node: Node, w
         if list(then) != list(now):
             other = sorted(set(then) ^ set(now)) or ["the same names in another order"]
             raise ValueError(f"The checkpoint is of another model: {', '.join(other[:5])} are in one of them only.")
-    shapes = {child("global.weights", n): list(p.shape) for n, p in zip(exchange.names, where, strict=True)}
-    shapes |= {child("global.buffers", name): list(b.shape) for name, b in buffers.items()}
+    shapes = {child_path("global.weights", n): list(p.shape) for n, p in zip(exchange.names, where, strict=True)}
+    shapes |= {child_path("global.buffers", name): list(b.shape) for name, b in buffers.items()}
     for name, shape in shapes.items():
         if body["tensors"][name]["shape"] != shape:
             raise ValueError(
@@ -205,7 +204,7 @@ def restore(snapshot: Snapshot, node: Node) -> dict[str, Any] | None:
     saved, single = snapshot.meta["global"], set(snapshot.meta["single"])
     views = exchange.layout.views(node.x, exchange.shapes)
     for name, view, place in zip(exchange.names, views, where, strict=True):
-        part = tensors[child("global.weights", name)].reshape(-1)[place.start : place.start + view.numel()]
+        part = tensors[child_path("global.weights", name)].reshape(-1)[place.start : place.start + view.numel()]
         view.copy_(part.view(view.shape))
     for i, s in enumerate(exchange.segments):
         name = exchange.names[s.tensor]
@@ -214,15 +213,15 @@ def restore(snapshot: Snapshot, node: Node) -> dict[str, Any] | None:
         packed = {key: value for key, value in saved["outer"][name].items() if key != GROUP}
         parts = {
             key: tensors[key].clone() if key in single else tensors[key].reshape(-1)[own_range].clone()
-            for key in tensors_of(packed)
+            for key in tensor_names(packed)
         }
         node.outer[i] = unpack(parts, packed)
         if i == 0 and (group := saved["outer"][exchange.names[0]].get(GROUP)) is not None:
             node.outer[0][GROUP] = group
         if node.average is not None:
-            node.average[s.start : s.stop] = tensors[child("global.average", name)].reshape(-1)[own_range]
+            node.average[s.start : s.stop] = tensors[child_path("global.average", name)].reshape(-1)[own_range]
     node.round = snapshot.round
-    node.begin_with({name: tensors[child("global.buffers", name)] for name in saved["buffers"]})
+    node.begin_with({name: tensors[child_path("global.buffers", name)] for name in saved["buffers"]})
     local = snapshot.meta["nodes"].get(str(ranks.number))
     if local is None:
         return None

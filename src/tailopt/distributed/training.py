@@ -27,7 +27,7 @@ from tailopt.engines.simulate import simulate
 from tailopt.evaluation import evaluating
 from tailopt.records import history
 from tailopt.records.folder import Run, is_run
-from tailopt.records.ledger import Ledger, chained
+from tailopt.records.ledger import Ledger, chain_of
 from tailopt.rounds.drops import DROPPED
 from tailopt.seeds import derive, mixed
 
@@ -157,11 +157,11 @@ def recorded(folder: Path) -> Ledger:
 def _writable(folder: Path, round: int) -> Ledger:
     """The digests up to a round, to be gone on with."""
     before = recorded(folder)
-    history.mend(before.path)
+    history.drop_torn_line(before.path)
     before.rewind(round)
     known = Run.open(folder).identity
     assert known is not None  # this process writes there
-    rows = chained(before.path, before.lines())
+    rows = chain_of(before.path, before.lines())
     found = Ledger(before.path, known.id, rows)
     found.rewind(round, rows)  # writes the seal where there was none
     return found

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tailopt.distributed.header import Header, damaged, word_of
 from tailopt.distributed.peers import Peers, on_cpu
-from tailopt.records.shards import memory
+from tailopt.records.tensor_bytes import tensor_bytes
 
 MESSAGE = 1 << 20  # elements, about: smaller messages cost turns, larger ones make other nodes wait
 DIGEST = 8  # bytes
@@ -116,7 +116,7 @@ class Transport:
 
 def _digest(data: Tensor) -> Tensor:
     """The digest of bytes, as bytes."""
-    return torch.tensor([word_of(memory(data))], dtype=torch.int64).view(torch.uint8)
+    return torch.tensor([word_of(tensor_bytes(data))], dtype=torch.int64).view(torch.uint8)
 
 
 def _messages(tensors: Sequence[Tensor], others: Sequence[int]) -> Iterator[tuple[int, Tensor]]:

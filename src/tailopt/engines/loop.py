@@ -94,7 +94,7 @@ class Loop:
         assert run is not None
         snapshot = checkpoints.load_latest(run.path, lambda snapshot, path: check(run, snapshot, path))
         if snapshot is None:
-            run.refuse_rows_alone()
+            run.require_no_rows()
             return
         restore(snapshot, state, self._engine)
         self._engine.check_repeatable()  # before anything is dropped

@@ -20,7 +20,8 @@ from tailopt.engines.engine import Evaluate
 from tailopt.engines.loop import Loop, Reporting
 from tailopt.engines.model_state import ModelState, trainable
 from tailopt.engines.sequential import PRECISIONS, LocalTraining, Sequential
-from tailopt.records.folder import opened, storable
+from tailopt.records.config_file import storable
+from tailopt.records.folder import open_run
 from tailopt.rounds import robust
 from tailopt.rounds.drops import Loss
 from tailopt.rounds.hyperparameters import AlgorithmHyperparameters
@@ -223,7 +224,7 @@ class _Simulation:
         state = engine.initial_state(self.policy.average)
         with _own_randomness(device):
             config = self._config(reporting.statistics, records)
-            run = opened(records.folder, config, records.resume) if records.folder is not None else None
+            run = open_run(records.folder, config, records.resume) if records.folder is not None else None
             try:
                 loop = Loop(engine, self.policy, hparams, reporting, run)
                 if records.resume:

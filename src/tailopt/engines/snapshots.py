@@ -46,16 +46,17 @@ def save(run: Run, state: GlobalState, engine: Engine) -> Path:
         "taken": engine.steps_done,
         "probe": engine.repeatability_probe,
     }
-    return checkpoints.save(run.path, state.round, tensors, nodes, meta, stamp=run.stamp, check=run.check_lock)
+    return checkpoints.save(run.path, state.round, tensors, nodes, meta, claim=run.claim)
 
 
 def check(run: Run, snapshot: checkpoints.Snapshot, path: Path) -> None:
     """Refuse a checkpoint of another run; raise DamagedCheckpoint for one that `restore` could not read."""
-    run.check(snapshot, path)
+    run.check_checkpoint(snapshot, path)
     try:
         _contents(snapshot)
-    except checkpoints.UNREADABLE as error:
-        raise checkpoints.damaged(path / checkpoints.MANIFEST, f"lacks what a run needs ({error!r:.300})") from error
+    except checkpoints.MALFORMED as error:
+        manifest = path / checkpoints.MANIFEST
+        raise checkpoints.damaged_checkpoint(manifest, f"lacks what a run needs ({error!r:.300})") from error
 
 
 class _Contents(NamedTuple):

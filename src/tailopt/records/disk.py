@@ -2,9 +2,9 @@
 
     write under a hidden name -> fsync -> rename -> fsync the folder
 
-A rename within a folder happens or does not; whoever reads sees the old content or the new. Folders are removed the
-other way round: renamed to a hidden name first, so that no half-emptied one is ever mistaken for a whole one. Hidden
-names that a kill leaves behind mean nothing and may be removed at any time.
+A rename within a folder is atomic: a reader sees the old content or the new. Folders are removed the other way round:
+they get a hidden name first, so that a half-emptied folder is never mistaken for a complete one. Hidden names that a
+kill leaves behind mean nothing and may be removed at any time.
 """
 
 from __future__ import annotations
@@ -25,44 +25,48 @@ _KINDS = {
 }
 
 
-def opened(path: Path, flags: int, follow: bool = False) -> int:
-    """A descriptor of a regular file. A pipe is refused and never waited for, a link only where `follow` says so."""
+def open_regular_file(path: Path, flags: int, follow: bool = False) -> int:
+    """Open a regular file and return its descriptor.
+
+    Anything else raises ValueError: a pipe at once, without waiting for its other end, and a symbolic link unless
+    `follow` is set.
+    """
     flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     if not follow:
-        refuse_strange(path)  # O_NOFOLLOW below is for a link that appears in between
+        require_regular_file(path)  # O_NOFOLLOW below is for a link that appears in between
         flags |= getattr(os, "O_NOFOLLOW", 0)
     try:
         descriptor = os.open(path, flags, 0o666)
     except OSError:
-        refuse_strange(path, follow)  # a pipe that nobody reads
+        require_regular_file(path, follow)  # names a pipe that nobody reads
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        refuse_strange(path, follow)
+        require_regular_file(path, follow)
     return descriptor
 
 
 def read(path: Path) -> bytes:
-    """The content of a regular file, or of one that a link leads to."""
-    with os.fdopen(opened(path, os.O_RDONLY, follow=True), "rb") as file:
+    """Return the content of a regular file, or of the one that a link leads to."""
+    with os.fdopen(open_regular_file(path, os.O_RDONLY, follow=True), "rb") as file:
         return file.read()
 
 
-def refuse_strange(path: Path, follow: bool = False) -> None:
-    """Raise where something else than a regular file has that name."""
+def require_regular_file(path: Path, follow: bool = False) -> None:
+    """Raise ValueError if the name belongs to anything but a regular file; a name that is free is fine."""
     try:
         mode = (path.stat() if follow else path.lstat()).st_mode
     except OSError:
         return
     if not stat.S_ISREG(mode):
-        what = _KINDS.get(stat.S_IFMT(mode), "no regular file")
-        raise ValueError(f"{path} is {what}; need a regular file. Remove it, or bring the file back from a copy.")
+        kind = _KINDS.get(stat.S_IFMT(mode), "not a regular file")
+        raise ValueError(f"{path} is {kind}; need a regular file. Remove it, or bring the file back from a copy.")
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of names in a folder, is on the disk."""
+    """Wait until a file, or the list of names in a folder, is on the disk (fsync)."""
     if os.name == "nt" and path.is_dir():
-        return  # Windows opens no folders, and keeps names safe itself
+        return  # Windows cannot open a folder, and its file system journals names itself
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -71,25 +75,25 @@ def sync(path: Path) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Give a file new content, all at once."""
-    fresh = hidden(path)
+    """Give a file new content atomically, and wait until it is on the disk."""
+    temporary = hidden_path(path)
     try:
-        fresh.write_bytes(data)
-        sync(fresh)
-        os.replace(fresh, path)
+        temporary.write_bytes(data)
+        sync(temporary)
+        os.replace(temporary, path)
     except BaseException:
-        fresh.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
 
 
 def overwrite(path: Path, data: bytes) -> bool:
-    """Give a file new content of the same length, in one call of the system; False where it has another length.
+    """Give a file new content of the same length in one system call; return False if its length differs.
 
-    A kill leaves the old content or the new, a power cut may leave a part of each. Nothing waits for the disk.
+    A kill leaves the old content or the new one; a power cut may leave a part of each. Nothing waits for the disk.
     """
     try:
-        descriptor = opened(path, os.O_RDWR)
+        descriptor = open_regular_file(path, os.O_RDWR)
     except FileNotFoundError:
         return False
     try:
@@ -100,13 +104,13 @@ def overwrite(path: Path, data: bytes) -> bool:
         os.close(descriptor)
 
 
-def remove(folder: Path) -> None:
-    """Remove a folder, all at once for whoever looks."""
-    doomed = hidden(folder)
+def remove_folder(folder: Path) -> None:
+    """Remove a folder; for readers it disappears at once."""
+    doomed = hidden_path(folder)
     os.replace(folder, doomed)
     shutil.rmtree(doomed)
 
 
-def hidden(path: Path) -> Path:
-    """A name beside `path` that nobody reads and nobody else uses."""
+def hidden_path(path: Path) -> Path:
+    """Return a unique hidden name in the folder of `path`, which no reader looks at."""
     return path.with_name(f".{path.name}.{uuid4().hex[:12]}")

@@ -1,12 +1,12 @@
-"""JSON lines that come back as they were written: one line a round, in a fixed order, exact.
+"""JSON lines that come back exactly as they were written: one line per round.
 
 Every line is strict JSON with sorted keys, so that equal histories are equal files. Floats are written by `repr` and
-come back to the bit. JSON has no word for the others; wherever a number may stand they are
+come back bit for bit. JSON has no NaN and no infinities; in their place is
 
     {"$float": "nan"}    {"$float": "inf"}    {"$float": "-inf"}
 
-and "$float" is therefore refused as a key. A line counts when its newline is there: what a kill left of a last line is
-passed over by readers, and cut off before the next line is written.
+and "$float" is therefore rejected as a key. A line counts once its newline is written: readers skip what a kill left of
+a last line, and writers cut it off before they add the next one.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 from tailopt.records import disk
 
 _FLOAT = "$float"
-_AS_IT_IS = frozenset({type(None), bool, int, str})
+_JSON_TYPES = frozenset({type(None), bool, int, str})
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def append(path: Path, row: Mapping[str, Any]) -> None:
-    """Add one line to a file: handed to the system at once, so that a kill of this process cannot lose it.
+    """Add one row to a file, in one system call: a kill of this process cannot lose it afterwards.
 
     Examples:
         >>> import tempfile
@@ -37,43 +37,43 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
         >>> read(file)
         [{'loss': inf, 'round': 1}]
     """
-    write(path, line(row))
+    append_bytes(path, line(row))
 
 
 def line(row: Mapping[str, Any]) -> bytes:
-    """A row as its line."""
+    """Return the line of a row, newline included."""
     return json.dumps(encode(dict(row), "row"), sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
-def write(path: Path, data: bytes) -> None:
-    """Add bytes to the end of a file in one call of the system, as long as it takes them."""
-    descriptor = disk.opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+def append_bytes(path: Path, data: bytes) -> None:
+    """Add bytes to the end of a file, in one system call unless the system takes only a part of them."""
+    descriptor = disk.open_regular_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         while data:
             data = data[os.write(descriptor, data) :]
-    except OSError as error:  # the system names no file here
+    except OSError as error:  # os.write knows no file name, so the message would have none
         raise OSError(error.errno, f"{error.strerror}. Make room, and resume the run", str(path)) from error
     finally:
         os.close(descriptor)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All whole rows of a file; none where there is no file."""
-    return parsed(path, whole_lines(path))
+    """Return all complete rows of a file; none if there is no file."""
+    return parse_lines(path, complete_lines(path))
 
 
-def parsed(path: Path, lines: Iterable[bytes], first: int = 1) -> list[dict[str, Any]]:
-    """Lines as rows; messages call them lines of `path`, from the number `first` on."""
+def parse_lines(path: Path, lines: Iterable[bytes], first: int = 1) -> list[dict[str, Any]]:
+    """Return lines as rows; messages call them lines of `path`, numbered from `first`."""
     return [_row(path, number, text) for number, text in enumerate(lines, start=first)]
 
 
 def rounds(path: Path) -> list[int]:
-    """The round of every whole row."""
+    """Return the round of every complete row."""
     return [int(row["round"]) for row in read(path)]
 
 
-def whole_lines(path: Path) -> list[bytes]:
-    """The lines of a file, newlines included, without the torn last one that a kill may have left."""
+def complete_lines(path: Path) -> list[bytes]:
+    """Return the lines of a file, newlines included, without the torn last line that a kill may have left."""
     try:
         data = disk.read(path)
     except FileNotFoundError:
@@ -81,30 +81,30 @@ def whole_lines(path: Path) -> list[bytes]:
     return [text + b"\n" for text in data.split(b"\n")[:-1]]
 
 
-def mend(path: Path) -> None:
-    """Cut off a torn last line, before anything is written behind it."""
+def drop_torn_line(path: Path) -> None:
+    """Cut off a torn last line: to be called before the next line is appended."""
     if path.is_file():
-        length = sum(map(len, whole_lines(path)))
+        length = sum(map(len, complete_lines(path)))
         if length < path.stat().st_size:
             os.truncate(path, length)
 
 
 def rewind(path: Path, round: int) -> None:
-    """Drop the rows after `round`, all at once; what stays keeps its bytes."""
+    """Drop the rows after `round` atomically; the other rows keep their bytes."""
     if not path.is_file():
         return
     before = path.read_bytes()
-    after = b"".join(text for text, number in zip(whole_lines(path), rounds(path), strict=True) if number <= round)
+    after = b"".join(text for text, number in zip(complete_lines(path), rounds(path), strict=True) if number <= round)
     if after != before:
         disk.replace(path, after)
 
 
 def encode(value: Any, path: str) -> Any:
-    """A plain value as strict JSON can hold it; a new one, so that nobody's later change reaches it.
+    """Return a plain value as strict JSON can hold it; a copy, so that later changes of the value do not reach it.
 
     Args:
         value: None, bool, int, float, str, and lists and string-keyed dicts of these.
-        path: how messages call the value.
+        path: what messages call the value.
 
     Examples:
         >>> encode({"loss": math.nan, "weights": [0.5, 0.5]}, "row")
@@ -114,24 +114,24 @@ def encode(value: Any, path: str) -> Any:
         TypeError: row.weights is a tuple; only None, bool, int, float, str, lists and dicts can be written. Make it a
         list.
     """
-    if _stands(value):
+    if _is_json(value):
         return value
     if isinstance(value, float):  # numpy's float64 too
         return float(value) if math.isfinite(value) else {_FLOAT: repr(float(value))}
     if type(value) is list:
-        # Weights and participants are long lists of plain numbers: these need no path.
-        return [item if _stands(item) else encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        # Weights and participants are long lists of plain numbers: no path is built for those.
+        return [item if _is_json(item) else encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, dict):
-        return {_key(key, path): encode(item, child(path, key)) for key, item in value.items()}
+        return {_key(key, path): encode(item, child_path(path, key)) for key, item in value.items()}
     remedy = {"tuple": "a list", "Tensor": "a number with .item(), or a list with .tolist()"}
     raise TypeError(
-        f"{path} is {kind(value)}; only None, bool, int, float, str, lists and dicts can be written. "
+        f"{path} is {type_name(value)}; only None, bool, int, float, str, lists and dicts can be written. "
         f"Make it {remedy.get(type(value).__name__, 'one of these')}."
     )
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given."""
+    """Return the value that `encode` was given."""
     if type(value) is list:
         return [decode(item) for item in value]
     if type(value) is dict:
@@ -141,56 +141,60 @@ def decode(value: Any) -> Any:
     return value
 
 
-def child(path: str, key: object) -> str:
-    """How messages call one value of a dict: `path.name`, or `path['0.weight']` for what is no name.
+def child_path(path: str, key: object) -> str:
+    """Return the path of one value of a dict, unique within it: `path.name`, or `path['0.weight']` for other keys.
 
-    No two keys of a dict have the same.
+    Messages use these paths, and checkpoints name their tensors by them.
     """
     return f"{path}.{key}" if isinstance(key, str) and key.isidentifier() else f"{path}[{key!r}]"
 
 
-def kind(value: object) -> str:
-    """What a value is, in words.
+def type_name(value: object) -> str:
+    """Return the type of a value for a message, with its article.
 
     Examples:
-        >>> kind(print), kind(iter([]))
+        >>> type_name(print), type_name(iter([]))
         ('a builtin_function_or_method', 'a list_iterator')
     """
     name = type(value).__name__
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
-def known(names: Iterable[object], limit: int = 6) -> str:
-    """Names for a message: sorted, the first few, and how many more."""
+def quoted_names(names: Iterable[object], limit: int = 6) -> str:
+    """Return names for a message: sorted, the first few in quotes, and how many more there are.
+
+    Examples:
+        >>> quoted_names(["b", "c", "a"], limit=2), quoted_names([])
+        ("'a', 'b' and 1 more", 'none')
+    """
     ordered = sorted(map(str, names))
     more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
     return (", ".join(map(repr, ordered[:limit])) or "none") + more
 
 
-def _stands(value: Any) -> bool:
-    """Whether JSON holds a value as it is."""
-    return type(value) in _AS_IT_IS or (type(value) is float and math.isfinite(value))
+def _is_json(value: Any) -> bool:
+    """Whether JSON holds a value unchanged."""
+    return type(value) in _JSON_TYPES or (type(value) is float and math.isfinite(value))
 
 
 def _key(key: object, path: str) -> str:
     if type(key) is not str:
-        raise TypeError(f"{path} has the key {key!r}, {kind(key)}; keys are strings. Write str({key!r}).")
+        raise TypeError(f"{path} has the key {key!r}, {type_name(key)}; keys are strings. Write str({key!r}).")
     if key == _FLOAT:
-        raise ValueError(f"{path} has the key {key!r}, which stands for numbers that JSON has not. Rename it.")
+        raise ValueError(f"{path} has the key {key!r}, which marks NaN and infinities. Rename it.")
     return key
 
 
 def _row(path: Path, number: int, text: bytes) -> dict[str, Any]:
-    """One line as a row."""
     try:
         row = decode(json.loads(text))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"{path}, line {number}: {text[:60]!r} is no row ({error}). Bring the file back from a copy, or mend that "
-            "line."
+            f"{path}, line {number}: {text[:60]!r} is not a row ({error}). Bring the file back from a copy, or repair "
+            "that line."
         ) from error
     if type(row) is not dict or type(row.get("round")) is not int:
         raise ValueError(
-            f"{path}, line {number}: {text[:60]!r} has no round. Bring the file back from a copy, or mend that line."
+            f"{path}, line {number}: {text[:60]!r} has no round. Bring the file back from a copy, or repair that line."
         )
     return row

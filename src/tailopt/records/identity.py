@@ -1,54 +1,60 @@
-"""Which run a folder holds, and by which settings: run.json, beside config.toml.
+"""Which run a folder holds, and with which settings: run.json, next to config.toml.
 
-    run.json                sealed, written once: the run's id, config.toml as it was written, and its sha256
-    config-changes.jsonl    a row for every change of config.toml that was accepted
+    run.json                written once, with a digest: the run's id, config.toml as it was written, and its sha256
+    config-changes.jsonl    one row per accepted change of config.toml
 
-Every manifest repeats the id and the digest of config.toml, so a checkpoint of another run, or by other settings, is
-refused; and a damaged run.json can be put together from the manifests. A row of config-changes.jsonl says after which
-round, the old digest, the new one and the difference by setting. Its "sha256" chains it to the rows before it:
+Every manifest repeats the id and the digest of config.toml. So a checkpoint of another run, or with other settings, is
+refused, and a damaged run.json can be recovered from the manifests. A row of config-changes.jsonl holds the round after
+which the change was accepted, the old digest, the new one, and the settings that differ. Its "sha256" chains it to the
+rows before it:
 
     h_0 = sha256(run id),    h_t = sha256(h_{t-1} + row t without "sha256")
 
-A folder from before there was a run.json gets one when it is first resumed. It lists the seals of the manifests that
-were there, which hold no id, and the chain of the rows that were there.
+A folder by a version without run.json gets one when it is first resumed. It lists the digests of the manifests that
+existed then, which have no id, and the chain of the rows that existed.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from tailopt.optional import require
 from tailopt.records import checkpoints, disk, history
+from tailopt.records.checked_json import DamagedRecord, read_verified, stored_digest, with_digest
+from tailopt.records.config_file import (
+    CONFIG,
+    by_dotted_name,
+    config_digest,
+    config_text,
+    describe_difference,
+    difference,
+    parse_config,
+)
 from tailopt.records.ledger import Chain, Stamp
-from tailopt.records.seals import DamagedRecord, seal, sealed, unsealed
 
-RUN, CONFIG, CHANGES, SEAL = "run.json", "config.toml", "config-changes.jsonl", "history.seal.json"
+RUN, CHANGES, SEAL = "run.json", "config-changes.jsonl", "history.seal.json"
 FORMAT = 1
-_NONE = object()
 
 
 class OtherRun(ValueError):
-    """A checkpoint belongs to another run than the folder in which it lies."""
+    """A checkpoint belongs to another run than the folder it is in."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What run.json says.
+    """The content of run.json.
 
     Args:
         id: of the run, random.
-        text: config.toml as it was written; "" where that is not known any more.
+        text: config.toml as it was written; "" if that was lost.
         config: its sha256.
-        adopted: of a folder from before there were ids: the seals of the manifests that were there.
-        since: of such a folder: the chain of the rows that were there.
+        adopted: the digests of the manifests that existed when an older version's folder got its id.
+        since: the chain of the rows that existed then.
     """
 
     id: str
@@ -59,7 +65,7 @@ class Identity:
 
 
 class Change(NamedTuple):
-    """An accepted change of config.toml: after which round, digests, and [setting, before, after] for each."""
+    """An accepted change of config.toml: the round, both digests, and [setting, before, after] for each difference."""
 
     round: int
     old: str
@@ -67,23 +73,21 @@ class Change(NamedTuple):
     difference: list[list[Any]]
 
 
-def fresh_id() -> str:
-    """An id for a new run."""
+def new_id() -> str:
+    """Return an id for a new run."""
     return uuid4().hex
 
 
-def made(text: str, id: str, adopted: tuple[str, ...] = (), since: Chain | None = None) -> Identity:
-    """The identity of a run with that config.toml."""
-    return Identity(id, text, digest(text.encode()), adopted, since)
+def new_identity(text: str, id: str, adopted: tuple[str, ...] = (), since: Chain | None = None) -> Identity:
+    """Return the identity of a run whose config.toml has this text."""
+    return Identity(id, text, config_digest(text.encode()), adopted, since)
 
 
-def digest(data: bytes) -> str:
-    """Of config.toml."""
-    return hashlib.sha256(data).hexdigest()
+# run.json
 
 
-def write(folder: Path, identity: Identity) -> None:
-    """Write run.json, all at once."""
+def write_identity(folder: Path, identity: Identity) -> None:
+    """Write run.json atomically."""
     body = {
         "format": FORMAT,
         "id": identity.id,
@@ -92,49 +96,51 @@ def write(folder: Path, identity: Identity) -> None:
         "adopted": list(identity.adopted),
         "since": None if identity.since is None else list(identity.since),
     }
-    disk.replace(folder / RUN, sealed(body))
+    disk.replace(folder / RUN, with_digest(body))
 
 
-def of(folder: Path, config: bytes) -> Identity | None:
-    """Which run a folder holds: by run.json, or where that is damaged by the manifests, with a warning.
+def find_identity(folder: Path, config: bytes) -> Identity | None:
+    """Return which run a folder holds: by run.json, or if that is damaged by the manifests, with a warning.
 
-    None in a folder from before there were ids.
+    None in a folder by a version without ids.
 
-    config: config.toml as it is now.
+    config: the content of config.toml.
     """
-    wrong = "is missing"
+    problem = "is missing"
     try:
-        if (known := _read(folder)) is not None:
-            return known
+        if (identity := _read(folder)) is not None:
+            return identity
     except ValueError as error:
-        wrong = str(error)
-    known = _recovered(folder, config)
-    if known is not None:
-        said = f"{folder / RUN} {wrong}. What it said is taken from the checkpoints."
-        warnings.warn(said, UserWarning, stacklevel=4)
-        return known
-    if wrong == "is missing" and not (folder / SEAL).exists():
+        problem = str(error)
+    identity = _recovered(folder, config)
+    if identity is not None:
+        warnings.warn(
+            f"{folder / RUN} {problem}. What it said is taken from the checkpoints.", UserWarning, stacklevel=4
+        )
+        return identity
+    # A seal is only written by versions that also write run.json: without one, the folder is an older version's.
+    if problem == "is missing" and not (folder / SEAL).exists():
         return None
     raise DamagedRecord(
-        f"{folder / RUN} {wrong}, and no checkpoint says what was in it. Bring it back from a copy, or begin again in "
-        "another folder."
+        f"{folder / RUN} {problem}, and no checkpoint says what was in it. Bring it back from a copy, or begin again "
+        "in another folder."
     )
 
 
-def mend(folder: Path, known: Identity) -> None:
-    """Write a run.json again that could not be read."""
+def repair_identity(folder: Path, identity: Identity) -> None:
+    """Write run.json again if it cannot be read."""
     try:
         if _read(folder) is not None:
             return
     except ValueError:
         pass
-    write(folder, known)
+    write_identity(folder, identity)
 
 
 def _read(folder: Path) -> Identity | None:
-    """What run.json says; None where there is none. ValueError, with what is wrong with it as a predicate."""
+    """Return the content of run.json; None if there is none. ValueError: what is wrong with it, as a predicate."""
     try:
-        body = unsealed(folder / RUN)
+        body = read_verified(folder / RUN)
         if type(body["format"]) is int and body["format"] > FORMAT:
             raise DamagedRecord(
                 f"{folder / RUN} has format {body['format']}, this tailopt reads formats up to {FORMAT}. Upgrade "
@@ -143,7 +149,7 @@ def _read(folder: Path) -> Identity | None:
         texts = [body["id"], body["text"], body["config"], *body["adopted"]]
         if body["format"] != FORMAT or any(type(text) is not str for text in texts):
             raise ValueError(f"does not fit format {FORMAT}")
-        since = None if body["since"] is None else Chain.stated(body["since"])
+        since = None if body["since"] is None else Chain.from_json(body["since"])
         return Identity(body["id"], body["text"], body["config"], tuple(body["adopted"]), since)
     except FileNotFoundError:
         return None
@@ -152,7 +158,7 @@ def _read(folder: Path) -> Identity | None:
 
 
 def _recovered(folder: Path, config: bytes) -> Identity | None:
-    """What run.json said, by the manifests of the run; None where no sound one says anything."""
+    """Return what run.json said, according to the manifests; None if no sound manifest has a stamp."""
     stamps = {path.name: stamp for path, stamp in _stamps(folder) if stamp is not None}
     if not stamps:
         return None
@@ -163,169 +169,126 @@ def _recovered(folder: Path, config: bytes) -> Identity | None:
             "remove the checkpoints of other runs."
         )
     newest = list(stamps.values())[-1]
-    changed = changes(folder, newest.run)
-    first = changed[0].old if changed else newest.config
-    return Identity(newest.run, config.decode() if first == digest(config) else "", first)
+    changes = accepted_changes(folder, newest.run)
+    first = changes[0].old if changes else newest.config
+    return Identity(newest.run, config.decode() if first == config_digest(config) else "", first)
 
 
 def _stamps(folder: Path) -> Iterator[tuple[Path, Stamp | None]]:
-    """Of every checkpoint with a sound manifest, oldest first."""
-    for path in checkpoints.every(folder):
+    """Yield every checkpoint with a sound manifest and its stamp, oldest first."""
+    for path in checkpoints.list_checkpoints(folder):
         try:
-            body = checkpoints.manifest(path)
+            body = checkpoints.read_manifest(path)
         except (checkpoints.DamagedCheckpoint, ValueError):
             continue
-        yield path, None if body.get("run") is None else Stamp.stated(body["run"])
+        yield path, None if body.get("run") is None else Stamp.from_json(body["run"])
 
 
-# Settings
+# Changes of config.toml
 
 
-def settings(path: Path, text: str) -> dict[str, Any]:
-    """TOML as a dict; what is none is named with its file."""
-    try:
-        found: dict[str, Any] = needed("tomllib" if sys.version_info >= (3, 11) else "tomli").loads(text)
-        return found
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no TOML ({error}). Mend it, or bring it back from a copy.") from error
+def check_config(folder: Path, identity: Identity, data: bytes) -> str:
+    """Return the text of config.toml; DamagedRecord unless it is what was written, or what was accepted last.
 
-
-def decoded(path: Path, data: bytes) -> str:
-    """The text of config.toml."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8 text ({error}). Mend it, or bring it back from a copy.") from error
-
-
-def check_settings(folder: Path, identity: Identity, data: bytes) -> str:
-    """The text of config.toml, if it is what was written, or what was accepted last."""
-    changed = changes(folder, identity.id)
-    if digest(data) != (changed[-1].new if changed else identity.config):
+    data: the content of config.toml.
+    """
+    changes = accepted_changes(folder, identity.id)
+    if config_digest(data) != (changes[-1].new if changes else identity.config):
         raise DamagedRecord(
             f"{folder / CONFIG} is not what the run was written with, as {RUN} has it: "
-            f"{_told(folder, identity, changed, data)}. Bring it back from a copy; or, if the change is meant, go on "
-            f"with it from the last checkpoint: tailopt resume {folder} --accept-config."
+            f"{_describe_edit(folder, identity, changes, data)}. Bring it back from a copy, or if the change is meant, "
+            f"go on with it from the last checkpoint: tailopt resume {folder} --accept-config."
         )
-    return decoded(folder / CONFIG, data)
+    return config_text(folder / CONFIG, data)
 
 
-def changes(folder: Path, id: str) -> list[Change]:
-    """The accepted changes of config.toml, checked; none where there is no such file."""
-    path, at = folder / CHANGES, digest(id.encode())
-    found: list[Change] = []
-    lines = history.whole_lines(path)
-    for number, (line, row) in enumerate(zip(lines, history.parsed(path, lines), strict=True), start=1):
+def accepted_changes(folder: Path, id: str) -> list[Change]:
+    """Return the accepted changes of config.toml, checked; none if there is no such file."""
+    path, chain = folder / CHANGES, _digest(id.encode())
+    changes: list[Change] = []
+    lines = history.complete_lines(path)
+    for number, (line, row) in enumerate(zip(lines, history.parse_lines(path, lines), strict=True), start=1):
         stated = row.pop("sha256", None)
-        at = digest(at.encode() + history.line(row))
+        chain = _digest(chain.encode() + history.line(row))
         try:
             change = Change(row["round"], row["old"], row["new"], row["difference"])
         except KeyError:
             stated = None
-        if stated != at or history.line({**row, "sha256": at}) != line or (found and found[-1].new != change.old):
+        follows = not changes or changes[-1].new == change.old
+        if stated != chain or history.line({**row, "sha256": chain}) != line or not follows:
             raise DamagedRecord(
                 f"{path}, line {number}, is not what was written: it does not fit its digest, the lines before it and "
                 f"the run in {RUN}. Bring the file that was changed back from a copy."
             )
-        found.append(change)
-    return found
+        changes.append(change)
+    return changes
 
 
-def accept(folder: Path, round: int) -> list[list[Any]] | None:
-    """Take config.toml over as it is now; the difference by setting, or None where it had not changed.
+def accept_change(folder: Path, round: int) -> list[list[Any]] | None:
+    """Record that config.toml, as it is now, is accepted.
+
+    Returns [setting, before, after] for each difference; None if it had not changed.
 
     round: of the last checkpoint.
     """
     data = disk.read(folder / CONFIG)
-    identity = of(folder, data)
+    identity = find_identity(folder, data)
     if identity is None:
-        return None  # from before there were ids: what is there is taken over when the run is resumed
-    changed = changes(folder, identity.id)
-    before = changed[-1].new if changed else identity.config
-    if digest(data) == before:
+        return None  # by a version without ids: its config.toml is adopted as it is when the run is resumed
+    changes = accepted_changes(folder, identity.id)
+    before = changes[-1].new if changes else identity.config
+    if config_digest(data) == before:
         return None
-    now = settings(folder / CONFIG, decoded(folder / CONFIG, data))
-    difference = _difference(_accepted(identity, changed), now)
-    row = {"round": round, "old": before, "new": digest(data), "difference": difference}
-    at = digest(identity.id.encode())
-    for line in history.whole_lines(folder / CHANGES):
-        at = history.parsed(folder / CHANGES, [line])[0]["sha256"]
-    history.mend(folder / CHANGES)
-    history.append(folder / CHANGES, {**row, "sha256": digest(at.encode() + history.line(row))})
+    now = parse_config(folder / CONFIG, config_text(folder / CONFIG, data))
+    differences = difference(_last_accepted(identity, changes), by_dotted_name(now))
+    row = {"round": round, "old": before, "new": config_digest(data), "difference": differences}
+    chain = _digest(identity.id.encode())
+    for line in history.complete_lines(folder / CHANGES):
+        chain = history.parse_lines(folder / CHANGES, [line])[0]["sha256"]
+    history.drop_torn_line(folder / CHANGES)
+    history.append(folder / CHANGES, {**row, "sha256": _digest(chain.encode() + history.line(row))})
     disk.sync(folder / CHANGES)
     disk.sync(folder)
-    return difference
+    return differences
 
 
-def told(difference: list[list[Any]]) -> str:
-    """A difference in words.
-
-    Examples:
-        >>> told([["settings.ilr", 0.5, 0.7], ["guard", None, True]])
-        'settings.ilr is 0.7, and was 0.5; guard is True, and was not there'
-    """
-    words = [
-        f"{key} is {'not there' if now is None else repr(now)}, and was {'not there' if then is None else repr(then)}"
-        for key, then, now in difference
-    ]
-    return "; ".join(words) or "the settings are the same, in other bytes"
-
-
-def _told(folder: Path, identity: Identity, changed: list[Change], data: bytes) -> str:
-    before = _accepted(identity, changed)
+def _describe_edit(folder: Path, identity: Identity, changes: list[Change], data: bytes) -> str:
+    """Return in words how config.toml differs from what was accepted last."""
+    before = _last_accepted(identity, changes)
     if not before:
-        return f"its sha256 is {digest(data)[:12]}…, and was {identity.config[:12]}…"
+        return f"its sha256 is {config_digest(data)[:12]}…, and was {identity.config[:12]}…"
     try:
-        now = settings(folder / CONFIG, decoded(folder / CONFIG, data))
+        now = parse_config(folder / CONFIG, config_text(folder / CONFIG, data))
     except ValueError:
-        return "it is no TOML any more"
-    return told(_difference(before, now)[:5])
+        return "it is no longer TOML"
+    return describe_difference(difference(before, by_dotted_name(now))[:5])
 
 
-def _accepted(identity: Identity, changed: list[Change]) -> dict[str, Any]:
-    """The settings before a change, by their dotted names."""
-    before = _flat(settings(Path(RUN), identity.text))
-    for change in changed:
+def _last_accepted(identity: Identity, changes: list[Change]) -> dict[str, Any]:
+    """Return the settings that were accepted last, by their dotted names."""
+    accepted = by_dotted_name(parse_config(Path(RUN), identity.text))
+    for change in changes:
         for key, _, now in change.difference:
-            before[key] = now
-    return {key: value for key, value in before.items() if value is not None}
+            accepted[key] = now
+    return {key: value for key, value in accepted.items() if value is not None}
 
 
-def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[list[Any]]:
-    after = _flat(now)
-    keys = [*before, *(key for key in after if key not in before)]
-    return [[key, before.get(key), after.get(key)] for key in keys if before.get(key, _NONE) != after.get(key, _NONE)]
-
-
-def _flat(value: Mapping[str, Any], ahead: str = "") -> dict[str, Any]:
-    """Settings by dotted names; an empty table is one too, a date is its text."""
-    found: dict[str, Any] = {}
-    for key, held in value.items():
-        if isinstance(held, dict) and held:
-            found |= _flat(held, f"{ahead}{key}.")
-        else:
-            found[f"{ahead}{key}"] = held if isinstance(held, bool | int | float | str | list | dict) else str(held)
-    return found
-
-
-def needed(package: str) -> ModuleType:
-    """Import a package that only records need."""
-    module: ModuleType = require(package, f"Run folders need {package}", extra="runs")
-    return module
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 # Checkpoints
 
 
 def check_stamp(folder: Path, identity: Identity, path: Path, stamp: Stamp | None) -> None:
-    """Refuse a checkpoint of another run, or by settings that this run never had."""
+    """Raise OtherRun if a checkpoint is of another run, or of settings that this run never had."""
     if stamp is None:
-        if seal(path / checkpoints.MANIFEST) in identity.adopted:
+        if stored_digest(path / checkpoints.MANIFEST) in identity.adopted:
             return
         why = f"it names no run, and was not there when {folder} became the run {identity.id}"
     elif stamp.run != identity.id:
         why = f"it is of the run {stamp.run}, and {folder} holds the run {identity.id}, by its {RUN}"
-    elif stamp.config not in {identity.config, *(change.new for change in changes(folder, identity.id))}:
+    elif stamp.config not in {identity.config, *(change.new for change in accepted_changes(folder, identity.id))}:
         why = f"it was written with another {CONFIG} (sha256 {stamp.config[:12]}…), which this run never had"
     else:
         return
@@ -335,6 +298,6 @@ def check_stamp(folder: Path, identity: Identity, path: Path, stamp: Stamp | Non
     )
 
 
-def seals(folder: Path) -> tuple[str, ...]:
-    """The seals of the manifests that are there and name no run."""
-    return tuple(seal(path / checkpoints.MANIFEST) for path, stamp in _stamps(folder) if stamp is None)
+def unstamped_manifests(folder: Path) -> tuple[str, ...]:
+    """Return the digests of the manifests that name no run."""
+    return tuple(stored_digest(path / checkpoints.MANIFEST) for path, stamp in _stamps(folder) if stamp is None)

@@ -280,7 +280,7 @@ Found = dict[tuple[str, str, int], dict[str, Any]]
 
 def _cells(record: Path, plan: Plan, corpus: Corpus, progress: bool) -> Found:
     """The curve of every cell: from the record, or run now and recorded."""
-    history.mend(record)  # a line that a kill cut short
+    history.drop_torn_line(record)  # a line that a kill cut short
     keys = {
         name: plan.key(f"{corpus.digest} {name} {sorted(plan.algorithms[name].items())}") for name in plan.algorithms
     }

@@ -399,7 +399,7 @@ class _Average:
 
 def _cells(record: Path, plan: Plan, progress: bool) -> dict[tuple[str, str, bool, int], list[float]]:
     """F(average) - F* of every cell: from the record, or run now and recorded."""
-    history.mend(record)  # a line that a kill cut short
+    history.drop_torn_line(record)  # a line that a kill cut short
     rounds = looked_at(plan.rounds)
     done = {
         (row["algorithm"], row["case"], row["equal"], row["seed"]): row["gaps"]

@@ -305,7 +305,7 @@ def _cells(
     advance: Callable[[int, int, str], None],
 ) -> dict[tuple[str, int, int], list[float]]:
     """The curves of all runs: from the record, or run now and recorded."""
-    history.mend(record)  # a line that a kill cut short
+    history.drop_torn_line(record)  # a line that a kill cut short
     done = {
         (row["algorithm"], row["nodes"], row["seed"]): row["curve"]
         for row in history.read(record)

@@ -110,7 +110,7 @@ def best(trials: Sequence[Trial], key: str) -> Trial:
 def _recorded(record: Path | None, ranges: Mapping[str, Range], seed: int) -> list[Trial]:
     if record is None or not record.is_file():
         return []
-    history.mend(record)  # a line that a kill cut short
+    history.drop_torn_line(record)  # a line that a kill cut short
     trials: list[Trial] = []
     for row in history.read(record):
         expected = point(ranges, seed, row["round"])
