@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -47,6 +46,7 @@ from tailopt.distributed.rendezvous import (
     first_line,
     turn_of,
 )
+from tailopt.records.tensor_bytes import tensor_sha256
 
 __all__ = ["Disagreement", "NodeLost", "Peers", "comparable", "connect", "described", "difference", "on_cpu", "shape"]
 
@@ -528,8 +528,7 @@ def described(value: Any) -> Any:
         plain = value.detach().cpu()
         if not plain.dim():
             return plain.item() if not plain.is_complex() else str(plain.item())
-        digest = hashlib.sha256(bytes(plain.contiguous().reshape(-1).view(torch.uint8).tolist())).hexdigest()
-        return f"{shape(value)} sha256:{digest[:12]}"
+        return f"{shape(value)} sha256:{tensor_sha256(plain)[:12]}"
     named = value if hasattr(value, "__qualname__") else type(value)  # an object's repr may hold its address
     return f"{named.__module__}.{named.__qualname__}"
 

@@ -7,7 +7,6 @@ same run on one machine and compares digests: the first difference is named by r
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from tailopt.evaluation import evaluating
 from tailopt.records import history
 from tailopt.records.folder import Run, is_run
 from tailopt.records.ledger import Ledger, chain_of
+from tailopt.records.tensor_bytes import tensor_sha256
 from tailopt.rounds.drops import DROPPED
 from tailopt.seeds import derive, mixed
 
@@ -53,10 +53,7 @@ class Difference:
 def digests(names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, str]:
     """SHA-256 of every tensor's bytes."""
     rows = zip(names, tensors, strict=True)
-    return {
-        name: hashlib.sha256(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, t in rows
-    }
+    return {name: tensor_sha256(t) for name, t in rows}
 
 
 def train(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tailopt.records.tensor_bytes import tensor_bytes
 from tailopt.seeds import generator
 from tailopt.splits.loaders import NodeData, node_data
 
@@ -106,7 +107,7 @@ def batch_digest(batch: Any) -> str:
             if leaf.numel():
                 plain = leaf.detach().to_dense() if leaf.layout != torch.strided else leaf.detach()
                 plain = plain.cpu().resolve_conj().resolve_neg().contiguous()
-                digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+                digest.update(tensor_bytes(plain))
         elif isinstance(leaf, str | int | float | bool | bytes | None):
             digest.update(repr(leaf).encode())
         elif hasattr(leaf, "__array_interface__") and not leaf.dtype.hasobject:  # numpy's

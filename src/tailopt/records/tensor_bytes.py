@@ -42,7 +42,8 @@ def tensor_sha256(tensor: Tensor) -> str:
         >>> tensor_sha256(x.t()) == tensor_sha256(torch.tensor([0.0, 3.0, 1.0, 4.0, 2.0, 5.0]))
         True
     """
-    return hashlib.sha256(tensor_bytes(_dense_cpu(tensor, "tensor"))).hexdigest()
+    dense = _dense_cpu(tensor, "tensor")  # a name keeps the copy alive while its memory is read
+    return hashlib.sha256(tensor_bytes(dense)).hexdigest()
 
 
 def dense_cpu_tensors(tensors: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
@@ -81,8 +82,10 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     length = tensor.numel() * tensor.element_size()
     if length == 0:
         return memoryview(bytearray())
+    if not (address := tensor.data_ptr()):
+        raise TypeError(f"A {type(tensor).__name__} of shape {tuple(tensor.shape)} has no memory of its own to read.")
     # ctypes instead of Tensor.numpy(): numpy is optional, and has no bfloat16.
-    return memoryview((ctypes.c_ubyte * length).from_address(tensor.data_ptr()))
+    return memoryview((ctypes.c_ubyte * length).from_address(address))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
