@@ -375,7 +375,7 @@ def test_nobody_left_stops_at_the_last_good_checkpoint(checkpoint_every: int, tm
         simulate(batches=everyone, nodes=NODES, rounds=5, run=tmp_path, checkpoint_every=checkpoint_every)
     said = str(caught.value)
     assert all(f"node {i}" in said for i in range(NODES))
-    assert f"The last good checkpoint is that of round 2 in {tmp_path}" in said
+    assert "The last good checkpoint is that after round 2: " in said and str(tmp_path) in said
     last = checkpoints.load_latest(tmp_path)
     assert last is not None and last.round == 2
     good = checkpoints.unpack(last.tensors, last.meta["global"])["weights"]

@@ -260,12 +260,8 @@ class CheckpointCoordinator:
         return snapshot, path
 
     def last_good(self) -> str:
-        """From where the run can go on, in words."""
-        if self.last is None:
-            return f"There is no checkpoint in {self.folder} yet."
-        round, step = checkpoints.moment(self.last)
-        after = f"round {round}" + (f" and {step} local steps" if step else "")
-        return f"The last good checkpoint is that after {after}: {self.last}."
+        """Return a sentence about where the run can go on from."""
+        return checkpoints.describe_last_checkpoint(self.folder, self.last)
 
     def history(self, round: int) -> list[dict[str, Any]]:
         """The rows up to a round; node 0 checks them."""
@@ -343,8 +339,7 @@ class CheckpointCoordinator:
 
 def all_excluded(error: EveryoneExcluded, coordinator: CheckpointCoordinator | None) -> EveryoneExcluded:
     """The end of a run in which no displacement of a round could be used, with what to go on from."""
-    where = "" if coordinator is None else f" {coordinator.last_good()}"
-    ended = EveryoneExcluded(f"{error}{where} Lower the learning rate, or look at the data.")
+    ended = error.ending_run("" if coordinator is None else coordinator.last_good())
     if coordinator is not None:
         coordinator.log(f"stopped: {ended}")
     return ended

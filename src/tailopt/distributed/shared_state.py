@@ -20,6 +20,7 @@ from tailopt.records import checkpoints
 from tailopt.records.checkpoints import Snapshot
 from tailopt.records.collective import ElementRange
 from tailopt.records.history import child_path, decode
+from tailopt.records.model_check import ModelLayout, TensorSpec, check_same_model
 from tailopt.records.pytree import pack, tensor_names, unpack
 from tailopt.rules.torch_optim import GROUP
 
@@ -151,7 +152,7 @@ def read(path: Path, node: Node) -> Snapshot:
             "now. Resume with the same."
         )
     where = tensor_places(node)
-    _check_model(body, meta, node, where)
+    check_same_model(*_layouts(body, meta, node, where))
     segments = {exchange.names[s.tensor]: s for s in exchange.segments}
     ranges: dict[str, tuple[int, int]] = {}
     rows = zip(exchange.names, exchange.layout.offsets, exchange.layout.sizes, where, strict=True)
@@ -177,23 +178,20 @@ def _ranks(count: int) -> str:
     return f"{count} rank{'s' if count > 1 else ''}"
 
 
-def _check_model(body: Mapping[str, Any], meta: Mapping[str, Any], node: Node, where: Sequence[Place]) -> None:
-    exchange, saved = node.exchange, meta["global"]
-    buffers = node.begun_buffers()
-    for then, now in ((saved["weights"], exchange.names), (saved["buffers"], list(buffers))):
-        if list(then) != list(now):
-            other = sorted(set(then) ^ set(now)) or ["the same names in another order"]
-            raise ValueError(f"The checkpoint is of another model: {', '.join(other[:5])} are in one of them only.")
-    shapes = {child_path("global.weights", n): list(p.shape) for n, p in zip(exchange.names, where, strict=True)}
-    shapes |= {child_path("global.buffers", name): list(b.shape) for name, b in buffers.items()}
-    for name, shape in shapes.items():
-        if body["tensors"][name]["shape"] != shape:
-            raise ValueError(
-                f"The checkpoint is of another model: {name} has the shape {body['tensors'][name]['shape']} there, "
-                f"{shape} here."
-            )
-    if (saved["average"] is None) != (node.average is None):
-        raise ValueError("The checkpoint was written with another setting of `average`; resume with the same.")
+def _layouts(
+    body: Mapping[str, Any], meta: Mapping[str, Any], node: Node, where: Sequence[Place]
+) -> tuple[ModelLayout, ModelLayout]:
+    """Return the layouts of a checkpoint and of the model that continues from it; types are not compared."""
+    saved, exchange = meta["global"], node.exchange
+
+    def saved_specs(kind: str) -> dict[str, TensorSpec]:
+        keys = {name: child_path(f"global.{kind}", name) for name in saved[kind]}
+        return {name: (None, tuple(body["tensors"][key]["shape"])) for name, key in keys.items()}
+
+    weights: dict[str, TensorSpec] = {n: (None, tuple(p.shape)) for n, p in zip(exchange.names, where, strict=True)}
+    buffers: dict[str, TensorSpec] = {name: (None, tuple(b.shape)) for name, b in node.begun_buffers().items()}
+    then = ModelLayout(saved_specs("weights"), saved_specs("buffers"), saved["average"] is not None)
+    return then, ModelLayout(weights, buffers, node.average is not None)
 
 
 @torch.no_grad()

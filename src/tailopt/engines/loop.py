@@ -125,8 +125,12 @@ class Loop:
         except BaseException as error:
             saved = self._save_what_is_whole(state, saved, error)
             if isinstance(error, EveryoneExcluded):
-                where = f" The last good checkpoint is that of round {saved} in {self._run.path}." if self._run else ""
-                raise EveryoneExcluded(f"{error}{where} Lower the learning rate, or look at the data.") from None
+                last = (
+                    ""
+                    if self._run is None
+                    else checkpoints.describe_last_checkpoint(self._run.path, checkpoints.latest(self._run.path))
+                )
+                raise error.ending_run(last) from None
             raise
 
     def _one_round(self, state: GlobalState) -> dict[str, Any]:

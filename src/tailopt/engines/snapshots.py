@@ -6,6 +6,7 @@ belongs to another run or another model, or that lacks something: that is refuse
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from tailopt.engines.engine import Engine
 from tailopt.engines.sequential import copied_to
 from tailopt.records import checkpoints
 from tailopt.records.folder import Run
+from tailopt.records.model_check import ModelLayout, TensorSpec, check_same_model
 from tailopt.rounds.round import GlobalState, LocalState
 from tailopt.rules.rule import State
 
@@ -87,7 +89,7 @@ def restore(snapshot: checkpoints.Snapshot, state: GlobalState, engine: Engine) 
     """Load a checkpoint into a new state and engine; refuse one of another model."""
     contents = _contents(snapshot)
     shared = contents.shared
-    _check_same_model(shared, state)
+    check_same_model(*_layouts(shared, state))
     device = state.weights[0].device if state.weights else torch.device("cpu")
     for name, weight in zip(state.names, state.weights, strict=True):
         weight.copy_(shared["weights"][name])
@@ -100,21 +102,12 @@ def restore(snapshot: checkpoints.Snapshot, state: GlobalState, engine: Engine) 
     engine.inner_states, engine.local_states = contents.inner_states, contents.local_states
 
 
-def _check_same_model(shared: dict[str, Any], state: GlobalState) -> None:
-    if list(shared["weights"]) != state.names:
-        other = sorted(set(shared["weights"]) ^ set(state.names)) or ["the same names in another order"]
-        raise ValueError(f"The checkpoint is of another model: {', '.join(other[:5])} stand in one of them only.")
-    if shared["buffers"].keys() != state.buffers.keys():
-        other = sorted(shared["buffers"].keys() ^ state.buffers.keys())
-        raise ValueError(
-            f"The checkpoint is of another model: the buffers {', '.join(other[:5])} are in one of them only."
-        )
-    for name, now in [*zip(state.names, state.weights, strict=True), *state.buffers.items()]:
-        then = shared["weights"][name] if name in shared["weights"] else shared["buffers"][name]
-        if then.shape != now.shape or then.dtype != now.dtype:
-            raise ValueError(
-                f"The checkpoint is of another model: {name} is {then.dtype} of shape {tuple(then.shape)} there, "
-                f"{now.dtype} of shape {tuple(now.shape)} here."
-            )
-    if (shared["average"] is None) != (state.average is None):
-        raise ValueError("The checkpoint was written with another setting of `average`; resume with the same.")
+def _layouts(shared: dict[str, Any], state: GlobalState) -> tuple[ModelLayout, ModelLayout]:
+    """Return the layouts of a checkpoint and of the model that continues from it."""
+
+    def specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+        return {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+
+    weights = dict(zip(state.names, state.weights, strict=True))
+    saved = ModelLayout(specs(shared["weights"]), specs(shared["buffers"]), shared["average"] is not None)
+    return saved, ModelLayout(specs(weights), specs(state.buffers), state.average is not None)

@@ -29,6 +29,14 @@ class EveryoneExcluded(RuntimeError):
         reasons = "; ".join(map(str, excluded)) or "nobody with a weight above 0 took part"
         return cls(f"Round {t}: no displacement can be used: {reasons}.")
 
+    def ending_run(self, last_checkpoint: str = "") -> EveryoneExcluded:
+        """Return the error that ends the run, with the remedy.
+
+        last_checkpoint: a sentence about where the run can go on from; empty for a run without a folder.
+        """
+        sentences = [str(self), last_checkpoint, "Lower the learning rate, or look at the data."]
+        return EveryoneExcluded(" ".join(filter(None, sentences)))
+
 
 @dataclass(frozen=True)
 class Settlement:
