@@ -1,8 +1,8 @@
-"""The central claim in under a minute: nested training on ten nodes, with labels whose noise has no variance.
+"""The central claim in under a minute: nested training on ten nodes, under label noise of infinite variance.
 
-SynToken is a linear regression with features as unevenly frequent as words; the noise is Student-t with 1.5 degrees of
-freedom. Eight algorithms run side by side with the settings in demo_settings.json, which demo_tuning.py found on other
-seeds with equal budgets.
+SynToken is a linear regression whose features are as unevenly frequent as words; the noise is Student-t with 1.5
+degrees of freedom. Eight algorithms run side by side with the settings in demo_settings.json, which demo_tuning.py
+chose on other seeds with equal budgets.
 
     python examples/demo.py [--rounds 240] [--figure docs/figures/demo.png]
 """
@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def sentence(ends: dict[str, float]) -> str:
-    """What was seen, in one sentence, from the figures themselves."""
+    """The result in one sentence, computed from the final distances."""
     first, *_ = sorted(ends, key=ends.__getitem__)
     last = max(ends, key=ends.__getitem__)
     ours, adam = ends["avg-biclip"], ends["avg-adam"]

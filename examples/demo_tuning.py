@@ -1,8 +1,8 @@
-"""Find the settings that examples/demo.py runs: every algorithm gets as many random settings on the same two seeds.
+"""Tune the settings of examples/demo.py: every algorithm gets the same number of random settings on two seeds.
 
-    python examples/demo_tuning.py        # writes examples/demo_settings.json; some minutes
+    python examples/demo_tuning.py        # writes examples/demo_settings.json; takes some minutes
 
-The demo reports on other seeds.
+The demo uses other seeds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Two nodes, each with its own data, in an ordinary training loop: BiClip on each, their mean displacement clipped too.
+"""Two nodes with their own data in an ordinary training loop: BiClip on each node and on the mean displacement.
 
     torchrun --nproc-per-node 2 examples/two_nodes.py
 
-One statement makes a loop nested: `NestedOptimizer` around the optimizer that was there before.
+To make a loop nested, wrap its optimizer in `NestedOptimizer`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TRUTH = torch.linspace(-1, 1, 20).unsqueeze(1)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """A regression whose labels have heavy-tailed noise: no variance, so now and then an absurd gradient."""
+    """A regression with label noise of infinite variance, which sometimes gives an extreme gradient."""
     x = torch.randn(BATCH, 20)
     return x, x @ TRUTH + torch.distributions.StudentT(1.5).sample((BATCH, 1))
 
@@ -35,18 +35,18 @@ def main() -> None:
         local_steps=LOCAL_STEPS,
         model=model,
     )  # from here on every node has the weights of node 0
-    torch.manual_seed(node)  # other data on every node
+    torch.manual_seed(node)  # different data on every node
     test = torch.randn(1000, 20)
     for step in range(1, ROUNDS * LOCAL_STEPS + 1):
         x, y = batch()
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()  # every fifth ends a round: the nodes exchange what they moved, and have equal weights again
+        optimizer.step()  # every fifth step ends a round: the nodes exchange displacements and load equal weights
         if node == 0 and step % (5 * LOCAL_STEPS) == 0:
             with torch.no_grad():
                 loss = torch.nn.functional.mse_loss(model(test), test @ TRUTH)
             print(f"round {step // LOCAL_STEPS}: loss {loss:.4f}", flush=True)
-    optimizer.synchronize()  # ends a round that is not full; here the last one is
+    optimizer.synchronize()  # ends a round early; here the last round is already complete
     weights = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()
     print(f"node {node}: weights {hashlib.sha256(weights).hexdigest()[:16]}", flush=True)
     dist.destroy_process_group()
