@@ -1,11 +1,11 @@
-"""What a step costs on the CPU, as ratios to torch's optimizers on the same parameters in the same run.
+"""The time of a step on the CPU, relative to torch's optimizers on the same parameters in the same run.
 
     python benchmarks/cpu_step.py [--runs 5] [--write]
 
-A run interleaves all competitors in random order and takes the least time of each; a ratio is formed inside a run. A
-run in which SGD differs from a second SGD on the same parameters by more than 5 % does not count and is repeated. What
-is reported is the median over the runs that count, with the least and the most. --write puts the tables into
-benchmarks/RESULTS.md.
+A run interleaves all competitors in random order and takes the minimum time of each; a ratio compares two times of one
+run. The control is the ratio of SGD to a second SGD on the same parameters; a run whose control is off by more than 5 %
+is discarded and repeated. The tables contain the median over the remaining runs, with minimum and maximum. --write puts
+them into benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUMBERS = {"lr": 1e-3, "u": 0.5, "d": 0.1}
 
 
 def gpt2_shapes(layers: int, width: int, ratio: int, vocabulary: int, positions: int) -> list[tuple[int, ...]]:
-    """The parameters of a GPT-2 with tied embeddings: 12 tensors a layer and 4 more."""
+    """The parameters of a GPT-2 with tied embeddings: 12 tensors per layer and 4 more."""
     layer = [
         (width,),
         (width,),
@@ -75,7 +75,7 @@ def kernel(name: str, params: list[Tensor]) -> Callable[[], None]:
 
 
 def sign_clamp(params: list[Tensor]) -> Callable[[], None]:
-    """BiClip as one would write it: sign times clamp, a tensor at a time."""
+    """The obvious implementation of BiClip: sign times clamp, one tensor at a time."""
 
     def run() -> None:
         with torch.no_grad():
@@ -91,7 +91,7 @@ def sgd_and_control(params: list[Tensor]) -> dict[str, Callable[[], None]]:
 
 
 def plain_mix(dtype: torch.dtype) -> dict[str, Callable[[], None]]:
-    """What a user chooses between."""
+    """The optimizers that a user chooses between."""
     params = parameters(gpt2_shapes(5, 512, 4, 16384, 1024), dtype)
     return {
         **sgd_and_control(params),
@@ -104,7 +104,7 @@ def plain_mix(dtype: torch.dtype) -> dict[str, Callable[[], None]]:
 
 
 def torch_mix() -> dict[str, Callable[[], None]]:
-    """BiClip from torch operations: what runs without a compiler, and what one would write."""
+    """BiClip from torch operations: the kernels that run without a compiler, and the obvious implementation."""
     params = parameters(gpt2_shapes(5, 512, 4, 16384, 1024), torch.float32)
     return {
         **sgd_and_control(params),
@@ -116,7 +116,7 @@ def torch_mix() -> dict[str, Callable[[], None]]:
 
 
 def tiny_mix() -> tuple[list[Tensor], dict[str, Callable[[], None]]]:
-    """148 tensors of 1 to 768 elements: all overhead."""
+    """148 tensors of 1 to 768 elements, where almost all time is overhead."""
     shapes = gpt2_shapes(12, 16, 3, 48, 32)
     shapes[-1] = (1,)
     params = parameters(shapes, torch.float32)
@@ -129,7 +129,7 @@ def tiny_mix() -> tuple[list[Tensor], dict[str, Callable[[], None]]]:
 
 
 def least_times(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """The least time of each, taking turns in random order: what is in the cache depends on who came before."""
+    """The minimum time of each competitor, in random order, since the cache depends on the previous competitor."""
     least = dict.fromkeys(steps, float("inf"))
     for _ in range(repeats):
         for name, step in random.sample(list(steps.items()), len(steps)):
@@ -140,7 +140,7 @@ def least_times(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str,
 
 
 def with_fresh_gradients(steps: dict[str, Callable[[], None]], params: list[Tensor], repeats: int) -> dict[str, float]:
-    """As `least_times`, with new gradient objects before every step, as after zero_grad(); making them is not timed."""
+    """Like `least_times`, with new gradient objects before every step, as after zero_grad(), which are not timed."""
     least = dict.fromkeys(steps, float("inf"))
     for _ in range(repeats):
         for name, step in random.sample(list(steps.items()), len(steps)):
@@ -153,19 +153,21 @@ def with_fresh_gradients(steps: dict[str, Callable[[], None]], params: list[Tens
 
 
 def runs_that_count(measure: Callable[[], dict[str, float]], runs: int) -> tuple[list[dict[str, float]], int]:
-    """Measurements whose control is within the tolerance, and how many were thrown away."""
+    """The runs whose control is within the tolerance, and the number of discarded runs."""
     measure()  # warm: caches, thread pools, AdamW's state
     good: list[dict[str, float]] = []
-    thrown = 0
+    discarded = 0
     while len(good) < runs:
         times = measure()
         control = times["SGD foreach again"] / times["SGD foreach"]
         if abs(control - 1) <= TOLERANCE:
             good.append(times)
-        elif (thrown := thrown + 1) > 10 * runs:
-            raise SystemExit(f"{thrown} runs with a control off by more than 5 %: the machine is too busy to measure.")
+        elif (discarded := discarded + 1) > 10 * runs:
+            raise SystemExit(
+                f"{discarded} runs with a control off by more than 5 %: the machine is too busy to measure."
+            )
         print(f"  run {len(good)} of {runs}: control {control:.3f}", file=sys.stderr)
-    return good, thrown
+    return good, discarded
 
 
 def ratio(good: list[dict[str, float]], over: str, under: str) -> str:
@@ -173,8 +175,8 @@ def ratio(good: list[dict[str, float]], over: str, under: str) -> str:
     return f"**{statistics.median(values):.3f}** [{min(values):.3f}, {max(values):.3f}]"
 
 
-def table(title: str, good: list[dict[str, float]], thrown: int, rows: list[tuple[str, str, str]]) -> str:
-    """Rows of (over, under, goal)."""
+def table(title: str, good: list[dict[str, float]], discarded: int, rows: list[tuple[str, str, str]]) -> str:
+    """A table of ratios; a row is (numerator, denominator, goal)."""
     lines = [
         f"### {title}",
         "",
@@ -185,7 +187,7 @@ def table(title: str, good: list[dict[str, float]], thrown: int, rows: list[tupl
         milliseconds = statistics.median(times[over] for times in good) * 1e3
         lines.append(f"| {over} / {under} | {ratio(good, over, under)} | {goal} | {milliseconds:.3g} |")
     control = ratio(good, "SGD foreach again", "SGD foreach")
-    lines += ["", f"Control {control}; {len(good)} runs counted, {thrown} thrown away.", ""]
+    lines += ["", f"Control {control}; {len(good)} runs counted, {discarded} discarded.", ""]
     return "\n".join(lines)
 
 
@@ -202,7 +204,7 @@ step = {{"BiClip": lambda: tailopt.BiClip(params, **NUMBERS).step(),
         "SGD foreach": torch.optim.SGD(params, lr=1e-3, foreach=True).step}}[{name!r}]
 small = [torch.zeros(4, requires_grad=True)]
 small[0].grad = torch.ones(4)
-tailopt.BiClip(small).step(); torch.optim.SGD(small, foreach=True).step()  # what the first step of all loads
+tailopt.BiClip(small).step(); torch.optim.SGD(small, foreach=True).step()  # load what the very first step loads
 before = status("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")
 step()
@@ -211,7 +213,7 @@ print(status("VmHWM") - before)
 
 
 def extra_memory() -> str:
-    """How far the resident memory rises during a step, each in a process of its own."""
+    """The increase of resident memory during a step, each measured in its own process."""
     lines = ["### Extra memory of a step, fp32", "", "| | MiB |", "| --- | --- |"]
     for name in ("SGD foreach", "BiClip", "kernel chunked", "kernel foreach", "sign times clamp"):
         code = MEMORY.format(folder=str(Path(__file__).parent), name=name)
@@ -238,7 +240,7 @@ def machine() -> str:
 
 
 def put(text: str, section: str, title: str) -> None:
-    """The text into its section of RESULTS.md, which is made where it is not there."""
+    """Put the text into its section of RESULTS.md, which is created if it does not exist."""
     begin, end = f"<!-- {section}:begin -->", f"<!-- {section}:end -->"
     old = RESULTS.read_text()
     if begin not in old:
@@ -263,7 +265,7 @@ def main() -> None:
     report(f"`python benchmarks/cpu_step.py --write`: {machine()}\n")
 
     mix = plain_mix(torch.float32)
-    good, thrown = runs_that_count(lambda: least_times(mix, arguments.repeats), arguments.runs)
+    good, discarded = runs_that_count(lambda: least_times(mix, arguments.repeats), arguments.runs)
     rows = [
         ("BiClip", "SGD foreach", "<= 0.95"),
         ("BiClip", "AdamW fused", "<= 0.50"),
@@ -271,10 +273,10 @@ def main() -> None:
         ("BiClip, counts and sampled histogram", "BiClip", "<= 1.05"),
         ("SGD fused", "SGD foreach", ""),
     ]
-    report(table("fp32, 24.7M parameters in 64 GPT-2-shaped tensors", good, thrown, rows))
+    report(table("fp32, 24.7M parameters in 64 GPT-2-shaped tensors", good, discarded, rows))
 
     mix = plain_mix(torch.bfloat16)
-    good, thrown = runs_that_count(lambda: least_times(mix, arguments.repeats), arguments.runs)
+    good, discarded = runs_that_count(lambda: least_times(mix, arguments.repeats), arguments.runs)
     rows = [
         ("BiClip", "SGD foreach", "<= 0.85"),
         ("BiClip", "AdamW fused", "<= 0.25"),
@@ -282,23 +284,23 @@ def main() -> None:
         ("BiClip, counts and sampled histogram", "BiClip", ""),
         ("SGD fused", "SGD foreach", ""),
     ]
-    report(table("bf16, the same tensors", good, thrown, rows))
+    report(table("bf16, the same tensors", good, discarded, rows))
 
     mix = torch_mix()
-    good, thrown = runs_that_count(lambda: least_times(mix, max(5, arguments.repeats // 3)), arguments.runs)
+    good, discarded = runs_that_count(lambda: least_times(mix, max(5, arguments.repeats // 3)), arguments.runs)
     rows = [
         (name, "SGD foreach", "<= 3.5" if name == "kernel chunked" else "")
         for name in mix
         if not name.startswith("SGD")
     ]
-    report(table("Without a compiler: torch operations, fp32, the same tensors", good, thrown, rows))
+    report(table("Without a compiler: torch operations, fp32, the same tensors", good, discarded, rows))
 
     tiny, mix = tiny_mix()
     rows = [("BiClip", "SGD fused", "<= 0.8"), ("BiClip", "SGD foreach", ""), ("AdamW fused", "SGD fused", "")]
-    good, thrown = runs_that_count(lambda: least_times(mix, 40 * arguments.repeats), arguments.runs)
-    report(table("148 tensors of 1 to 768 elements, the same gradient objects in every step", good, thrown, rows))
-    good, thrown = runs_that_count(lambda: with_fresh_gradients(mix, tiny, 10 * arguments.repeats), arguments.runs)
-    report(table("148 tensors of 1 to 768 elements, new gradient objects in every step", good, thrown, rows))
+    good, discarded = runs_that_count(lambda: least_times(mix, 40 * arguments.repeats), arguments.runs)
+    report(table("148 tensors of 1 to 768 elements, the same gradient objects in every step", good, discarded, rows))
+    good, discarded = runs_that_count(lambda: with_fresh_gradients(mix, tiny, 10 * arguments.repeats), arguments.runs)
+    report(table("148 tensors of 1 to 768 elements, new gradient objects in every step", good, discarded, rows))
 
     if Path("/proc/self/clear_refs").exists():
         report(extra_memory())

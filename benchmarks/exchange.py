@@ -1,19 +1,19 @@
-"""What ending a round costs over loopback, as ratios to a bare gloo all_reduce of the same bytes.
+"""The time to end a round over loopback, relative to a plain gloo all_reduce of the same bytes.
 
     python benchmarks/exchange.py [--runs 5] [--repetitions 15] [--write]
 
     the exchange alone   partitions to their owners, the sum in node order, new weights back
     the whole round      displacement, checksum, guard, exchange, outer step (Nesterov), load
 
-Every process is a node with one thread. In a repetition all competitors take turns in random order, the same on every
-node, each behind a barrier; a time is that of the slowest node, and a ratio is formed inside a repetition. A run is the
-median over its repetitions; one whose control, a second bare all_reduce, is off by more than 5 % does not count and is
-repeated. What is reported is the median over the runs that count, with the least and the most. --write puts the tables
-into benchmarks/RESULTS.md.
+Every process is a node with one thread. A repetition runs all competitors in random order, the same on every node, each
+after a barrier. The time of a competitor is that of the slowest node, and a ratio compares two times of one repetition.
+A run is the median over its repetitions. A run whose control, a second plain all_reduce, is off by more than 5 % is
+discarded and repeated. The tables contain the median over the remaining runs, with minimum and maximum. --write puts
+them into benchmarks/RESULTS.md.
 
-Where torchft is installed, its own DiLoCo sync takes turns with the whole round in further runs of the same processes:
-one tensor at a time, as it does by default, and all in one bucket. Its servers then run too, which is why these figures
-have a table of their own.
+If torchft is installed, further runs of the same processes compare its DiLoCo sync with the whole round: one tensor at
+a time, which is its default, and all tensors in one bucket. Its servers then run too, so these figures have their own
+table.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ GOALS = {
 COMMAND = "python benchmarks/exchange.py --write"
 TORCHFT = importlib.util.find_spec("torchft") is not None
 THEIRS = {"torchft, one tensor at a time": False, "torchft, one bucket": True}
-Run = dict[str, float]  # competitor -> ratio to the bare all_reduce; that itself in milliseconds
-MOVED = 1e-3  # at most, by a coordinate in a round: what the guard is told
+Run = dict[str, float]  # competitor -> ratio to the plain all_reduce; the all_reduce itself in milliseconds
+MOVED = 1e-3  # the most that a coordinate moves in a round: the bound for the guard
 
 
 def competitors(size: str) -> tuple[dict[str, Callable[[], None]], Callable[[], None]]:
-    """What is timed, and what a node does before a round: it moves."""
+    """The competitors, and a function that moves the weights before a round."""
     transport = Transport.of()
     source = torch.Generator().manual_seed(transport.node)
     params = [torch.randn(shape, generator=source) for shape in SHAPES[size]]
@@ -98,7 +98,7 @@ def competitors(size: str) -> tuple[dict[str, Callable[[], None]], Callable[[], 
 
 
 def torchft_syncs(size: str) -> tuple[dict[str, Callable[[], None]], Callable[[], None], list[object]]:
-    """DiLoCo syncs of torchft on parameters of their own, how these move, and what must live as long."""
+    """DiLoCo syncs of torchft on their own parameters, how to move these, and objects that must stay alive."""
     from torchft.coordination import LighthouseServer
     from torchft.local_sgd import DiLoCo
     from torchft.manager import Manager
@@ -132,7 +132,7 @@ def torchft_syncs(size: str) -> tuple[dict[str, Callable[[], None]], Callable[[]
             init_sync=False,
             heartbeat_interval=datetime.timedelta(seconds=1),
         )
-        inner = torch.optim.SGD(model.parameters(), lr=0.0)  # without gradients it does nothing but call the sync
+        inner = torch.optim.SGD(model.parameters(), lr=0.0)  # without gradients it only calls the sync
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         sync = DiLoCo(manager, [model], inner, outer, 1, pin_memory=False, use_bucketization=bucket)
         alive += [store, manager, sync.__enter__()]
@@ -149,7 +149,7 @@ def torchft_syncs(size: str) -> tuple[dict[str, Callable[[], None]], Callable[[]
 
 
 def run(steps: dict[str, Callable[[], None]], move: Callable[[], None], repetitions: int) -> list[dict[str, float]]:
-    """The slowest node's time of each competitor, by repetition; the same list on every node."""
+    """The slowest node's time of each competitor, per repetition; the same list on every node."""
     rows = []
     for _ in range(repetitions):
         row: dict[str, float] = {}
@@ -166,7 +166,7 @@ def run(steps: dict[str, Callable[[], None]], move: Callable[[], None], repetiti
 
 
 def medians(rows: list[dict[str, float]]) -> Run:
-    """The ratio of each competitor to the bare all_reduce, and the time of that in milliseconds."""
+    """The ratio of each competitor to the plain all_reduce, and the time of the all_reduce in milliseconds."""
     found = {name: statistics.median(row[name] / row[BARE] for row in rows) for name in rows[0] if name != BARE}
     return {**found, BARE: statistics.median(row[BARE] for row in rows) * 1e3}
 
@@ -174,7 +174,7 @@ def medians(rows: list[dict[str, float]]) -> Run:
 def counted(
     steps: dict[str, Callable[[], None]], move: Callable[[], None], runs: int, repetitions: int, what: str
 ) -> tuple[list[Run], int]:
-    """So many runs whose control is near 1, and how many others there were."""
+    """A number of runs whose control is near 1, and how many runs were discarded."""
     good: list[Run] = []
     thrown = 0
     while len(good) < runs and thrown <= 10 * runs:
@@ -212,12 +212,12 @@ def node_main(rank: int, nodes: int, size: str, store: str, runs: int, repetitio
         print(json.dumps({"good": good, "thrown": thrown, "theirs": theirs, "away": away}), flush=True)
     dist.barrier()
     if alive:
-        os._exit(0)  # its servers and groups do not end in a fixed order
+        os._exit(0)  # torchft's servers and groups do not end in a fixed order
     dist.destroy_process_group()
 
 
 def measure(nodes: int, size: str, runs: int, repetitions: int) -> tuple[list[Run], int, list[Run], int]:
-    """Medians of the runs that count, from real processes, how many were thrown away; the same with torchft."""
+    """Start the nodes: the runs that count and the number of discarded ones, and the same for torchft."""
     with tempfile.TemporaryDirectory() as here:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
         processes = []
@@ -259,7 +259,7 @@ def spread(good: list[Run], name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--repetitions", type=int, default=15, help="of all competitors in a run")
+    parser.add_argument("--repetitions", type=int, default=15, help="repetitions of all competitors in a run")
     parser.add_argument("--nodes", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--sizes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--write", action="store_true", help="put the tables into benchmarks/RESULTS.md")
@@ -270,10 +270,10 @@ def main() -> None:
         rank, nodes, size, store = arguments.node
         node_main(int(rank), int(nodes), size, store, arguments.runs, arguments.repetitions)
         return
-    head = f"{machine()} {arguments.repetitions} repetitions a run; load {os.getloadavg()[0]:.1f} at the start."
+    head = f"{machine()} {arguments.repetitions} repetitions per run; load {os.getloadavg()[0]:.1f} at the start."
     columns = [
         "| | nodes x parameters | ratio to all_reduce: median [least, most] | goal | control | all_reduce, ms "
-        "| runs counted, thrown away |",
+        "| runs counted, discarded |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     ours, beside = list(columns), list(columns)
@@ -292,7 +292,7 @@ def main() -> None:
     if TORCHFT:
         version = importlib.metadata.version("torchft")
         how = f"`{COMMAND}`, with torchft {version} and torch's SGD with Nesterov momentum outside: {head}"
-        put("\n".join([how, "", *beside, ""]), "torchft", "The same beside torchft")
+        put("\n".join([how, "", *beside, ""]), "torchft", "The same, compared with torchft")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What a step costs on a GPU: BiClip as it is, compiled, and torch's optimizers, on the same parameters in one run.
+"""The time of a step on a GPU: BiClip, compiled BiClip, and torch's optimizers, on the same parameters in one run.
 
     python benchmarks/gpu_step.py [--size 124M] [--dtype float32] [--trials 9] [--write]
 
-The parameters are GPT-2's. Every trial times all of them in random order, between CUDA events around several steps; the
-medians are reported, beside the time of a flat `add_` over as many numbers, which reads two and writes one as BiClip
-must: less is not possible. --write puts the table into benchmarks/RESULTS.md.
+The parameters are those of GPT-2. Every trial times all optimizers in random order, with CUDA events around several
+steps, and the medians are reported. The floor is the time of a flat `add_` over the same number of elements: like
+BiClip it must read two numbers and write one per element. --write puts the table into benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIZES = {"124M": (12, 768), "355M": (24, 1024), "774M": (36, 1280), "1.5B": (48,
 
 
 def competitors(params: list[torch.nn.Parameter]) -> dict[str, Callable[[], object]]:
-    """Name -> one step. All of them move the same parameters, which costs the same whatever the numbers are."""
+    """Name -> one step. All steps move the same parameters; their time does not depend on the values."""
     count, like = sum(p.numel() for p in params), {"device": params[0].device, "dtype": params[0].dtype}
     x, g = torch.zeros(count, **like), torch.zeros(count, **like)
     return {
@@ -37,7 +37,7 @@ def competitors(params: list[torch.nn.Parameter]) -> dict[str, Callable[[], obje
 
 
 def milliseconds(step: Callable[[], object], steps: int) -> float:
-    """Of one step, out of several that are enqueued one after another."""
+    """The milliseconds of one step, from several that are enqueued one after another."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(steps):
@@ -80,7 +80,7 @@ def main() -> None:
         f"{torch.cuda.get_device_name()}; torch {torch.__version__}, tailopt {tailopt.__version__}; {total:,} "
         f"parameters in {len(params)} tensors, {arguments.trials} trials of 10 steps.",
         "",
-        "| | ms: median [least, most] | of the floor | of AdamW fused |",
+        "| | ms: median [least, most] | relative to the floor | relative to AdamW fused |",
         "| --- | --- | ---: | ---: |",
     ]
     for name, several in times.items():

@@ -1,11 +1,11 @@
-"""What the guard's exact test costs, where lr * u is so small that the ulps of the weights exceed it.
+"""The time of the guard's exact test, which runs if lr * u is smaller than the ulps of the weights.
 
     python benchmarks/guard.py [--repetitions 5] [--write]
 
-GPT-2 small, 124M parameters of about 0.02 to 1, every one of which moved by up to lr * u = 1e-6 and one ulp: the
-largest magnitude says nothing then, and every coordinate is looked at. Three ways take turns: the C kernel; torch in
-pieces that stay in the cache, which is what runs without the kernel; and torch over whole tensors. All of them decide
-alike, or the script ends. Reported is the median over the repetitions, with the least and the most.
+GPT-2 small, 124M parameters of about 0.02 to 1, each of which moved by up to lr * u = 1e-6 and one ulp. The largest
+magnitude then decides nothing, and the guard checks every coordinate. Three implementations take turns: the C kernel;
+torch in pieces that stay in the cache, which runs without the kernel; and torch over whole tensors. The script ends if
+their verdicts differ. The table contains the median over the repetitions, with minimum and maximum.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMMAND = "python benchmarks/guard.py --write"
 
 
 def model(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """Where a round began, and how far it went."""
+    """The weights at the start of a round, and the displacement."""
     source = torch.Generator().manual_seed(0)
     start, delta = [], []
     for shape in SHAPES:
@@ -50,7 +50,7 @@ def whole_squares(x: Tensor, least: float) -> list[float]:
 
 
 def timed(way: str, test: Callable[[], Exclusion | None]) -> tuple[float, Exclusion | None]:
-    """Seconds of one test, and its verdict."""
+    """The seconds of one test, and its verdict."""
     library = native.loaded() if way == KERNEL else None
     size, squares = (1 << 62, whole_squares) if way == WHOLE else (guard.CHUNK, guard._ulp_squares)
     with (
@@ -84,7 +84,7 @@ def rows(dtype: torch.dtype, threads: int, repetitions: int) -> list[str]:
 
 
 def compete(ways: Sequence[str], test: Callable[[], Exclusion | None], repetitions: int) -> dict[str, list[float]]:
-    """Seconds of each way, in turns in random order."""
+    """The seconds of each implementation, which take turns in random order."""
     times: dict[str, list[float]] = {way: [] for way in ways}
     verdicts = set()
     for _ in range(repetitions):

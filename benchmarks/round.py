@@ -1,8 +1,8 @@
-"""What a simulated round costs beside its nodes' forward, backward and inner step.
+"""The overhead of a simulated round: its time without the forward passes, backward passes and inner steps.
 
-These three are replaced by nothing; what is left is the machinery: seeding, batches, loading the weights,
-displacements, the guard, the mean, the outer step, the history. Ten nodes, 961 parameters in four tensors. The figure
-is the marginal time of a round, (300 rounds - 100 rounds) / 200, the least of several tries.
+These three are replaced by functions that do nothing. What remains is seeding, batches, loading the weights,
+displacements, the guard, the mean, the outer step and the history. Ten nodes, 961 parameters in four tensors. The
+result is the marginal time of a round, (300 rounds - 100 rounds) / 200, the minimum of several attempts.
 
     python benchmarks/round.py [--write]
 """
@@ -27,7 +27,7 @@ def model() -> nn.Module:
 
 
 def run(rounds: int, nodes: int, local_steps: int) -> float:
-    """Seconds of a simulation."""
+    """The seconds of a simulation."""
     x, y = torch.randn(32, 30), torch.randn(32, 1)
     began = time.perf_counter()
     tailopt.simulate(
@@ -43,8 +43,8 @@ def run(rounds: int, nodes: int, local_steps: int) -> float:
     return time.perf_counter() - began
 
 
-def machinery(local_steps: int) -> float:
-    """Milliseconds of a round without what nodes compute."""
+def overhead(local_steps: int) -> float:
+    """The milliseconds of a round without the computations of the nodes."""
     backward, inner = sequential.Sequential._backward, sequential.Sequential._inner_step
     loss = torch.tensor(1.0)
     sequential.Sequential._backward = lambda self, batch, params: loss  # type: ignore[method-assign]
@@ -63,9 +63,9 @@ def main() -> None:
     torch.set_num_threads(1)
     run(10, 4, 5)
     rows = [
-        ("machinery of a round, 10 nodes, 961 parameters, one local step", f"{machinery(1):.2f} ms", "< 1 ms"),
-        ("the same, five local steps", f"{machinery(5):.2f} ms", ""),
-        ("4 nodes x 10 rounds x 5 local steps, all of it", f"{min(run(10, 4, 5) for _ in range(5)):.2f} s", "< 1 s"),
+        ("overhead of a round, 10 nodes, 961 parameters, one local step", f"{overhead(1):.2f} ms", "< 1 ms"),
+        ("the same, five local steps", f"{overhead(5):.2f} ms", ""),
+        ("4 nodes x 10 rounds x 5 local steps, total time", f"{min(run(10, 4, 5) for _ in range(5)):.2f} s", "< 1 s"),
     ]
     lines = [f"`python benchmarks/round.py --write`: {machine()}", "", "| | time | goal |", "| --- | --- | --- |"]
     text = "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
