@@ -156,7 +156,7 @@ def differences(before: Mapping[str, Digests], after: Mapping[str, Digests]) -> 
 
 
 def environment() -> dict[str, Any]:
-    """What the digests depend on beside the code."""
+    """What the digests depend on in addition to the code."""
     return {"torch": torch.__version__, "instruction_set": torch.backends.cpu.get_cpu_capability()}
 
 
