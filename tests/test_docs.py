@@ -1,7 +1,7 @@
-"""Every python block of README.md and docs/*.md runs as it stands, page by page, in one namespace a page.
+"""Every python block of README.md and docs/*.md runs unchanged, in one namespace per page.
 
-A comment directly before a block says what it needs (`<!-- needs: transformers -->`, several allowed), or why it cannot
-run here (`<!-- no-run: two GPUs -->`).
+A comment directly before a block names a package that it needs (`<!-- needs: transformers -->`, several allowed), or
+the reason why it cannot run here (`<!-- no-run: two GPUs -->`).
 """
 
 import importlib.util
@@ -35,7 +35,7 @@ class Block:
 
 
 def blocks(text):
-    """The fenced blocks of a page, each with the comments that stand directly before it."""
+    """The fenced blocks of a page, each with the comments directly before it."""
     lines, found, needs, no_run, i = text.splitlines(), [], [], None, 0
     while i < len(lines):
         if comment := COMMENT.match(lines[i]):
@@ -49,7 +49,7 @@ def blocks(text):
             found.append(Block(fence["language"], i + 2, code, tuple(needs), no_run))
             needs, no_run, i = [], None, end
         elif needs or no_run is not None:
-            assert not lines[i].strip(), f"line {i + 1}: a needs or no-run comment stands directly before its block"
+            assert not lines[i].strip(), f"line {i + 1}: a needs or no-run comment must be directly before its block"
         i += 1
     assert not needs, "a needs comment without a block"
     assert no_run is None, "a no-run comment without a block"

@@ -1,4 +1,4 @@
-"""The examples that a user copies, run as they stand."""
+"""The examples that a user copies run unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_two_nodes_under_torchrun() -> None:
-    """Real torchrun, two processes: the loss falls, and both nodes end with the same weights."""
+    """Real torchrun, two processes: the loss decreases, and both nodes end with the same weights."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(

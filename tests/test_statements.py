@@ -1,4 +1,4 @@
-"""Statements of the guide that were wrong once: what a page says agrees with the code, and old claims stay away."""
+"""Statements of the guide that were wrong once: the pages agree with the code, and old claims do not return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/command-line.md and examples/: every command works, and prints what stands below it."""
+"""docs/command-line.md and examples/: every command works, and prints the output that the page shows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
 def words(text: str) -> list[str | float]:
-    """What a text says, whatever its spaces; numbers as numbers."""
+    """The words of a text without its white space; numbers as floats."""
     found: list[str | float] = []
     for word in re.findall(r"[^\s,:]+", text):
         try:
@@ -30,7 +30,7 @@ def words(text: str) -> list[str | float]:
     return found
 
 
-def test_commands_work_and_print_what_stands_below(
+def test_commands_work_and_print_the_output_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")

@@ -1,4 +1,4 @@
-"""The guide has every fault, and the reference every name."""
+"""The guide lists every fault, and the reference lists every name."""
 
 from __future__ import annotations
 
