@@ -137,10 +137,10 @@ def test_a_data_set_as_the_hub_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = [pillow.fromarray(p.permute(1, 2, 0).contiguous().numpy()) for p in pixels]
     kinds = datasets.Features({"img": datasets.Image(), "fine_label": datasets.Value("int64")})
     made = datasets.Dataset.from_dict({"img": pictures, "fine_label": labels.tolist()}, features=kinds)
-    monkeypatch.setattr(cifar100.files, "hub", lambda name, split: made)  # the download alone is left out
+    monkeypatch.setattr(cifar100.hub, "dataset", lambda name, split: made)  # the download alone is left out
     found = load("someone/cifar100")
     assert torch.equal(found.train, pixels) and torch.equal(found.test_labels, labels)
-    monkeypatch.setattr(cifar100.files, "hub", lambda name, split: made.rename_column("fine_label", "label"))
+    monkeypatch.setattr(cifar100.hub, "dataset", lambda name, split: made.rename_column("fine_label", "label"))
     with pytest.raises(ValueError, match="someone/else, train has no column 'fine_label'; it has img, label"):
         load("someone/else")
 

@@ -183,10 +183,10 @@ def test_a_data_set_as_the_hub_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets", reason="the studies' extra is not installed")
     rows = [{**row, "answers": {"text": [row["answer"]] * 2, "answer_start": [0, 0]}} for row in ROWS]
     made = datasets.Dataset.from_list(rows)
-    monkeypatch.setattr(squad.files, "hub", lambda name, split: made)  # the download alone is left out
+    monkeypatch.setattr(squad.hub, "dataset", lambda name, split: made)  # the download alone is left out
     found = load("someone/squad")
     assert len(found.train) == len(found.validation) == 10 and found.train[2].answers == ("5 bridges", "5 bridges")
-    monkeypatch.setattr(squad.files, "hub", lambda name, split: made.remove_columns("answers"))
+    monkeypatch.setattr(squad.hub, "dataset", lambda name, split: made.remove_columns("answers"))
     with pytest.raises(ValueError, match="someone/else, train has no column 'answers'"):
         load("someone/else")
 

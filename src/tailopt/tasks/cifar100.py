@@ -25,7 +25,7 @@ from tailopt.evaluation import evaluating
 from tailopt.optional import require
 from tailopt.seeds import derive, generator
 from tailopt.splits.partitions import iid
-from tailopt.tasks import files, pretrained
+from tailopt.tasks import files, hub, pretrained
 from tailopt.tasks.task import JUDGES, Defaults
 
 CLASSES, SIDE = 100, 32
@@ -332,7 +332,7 @@ def _strips(folder: Any, split: str, path: Path) -> Split:
 
 
 def _of_hub(name: str, split: str) -> Split:
-    rows = files.hub(name, split=split)
+    rows = hub.dataset(name, split=split)
     files.columns(rows.column_names, ("img", "fine_label"), f"{name}, {split}")
     pixels = torch.stack([_pixels(image) for image in rows["img"]])
     return pixels, torch.tensor(list(rows["fine_label"]))

@@ -1,25 +1,14 @@
-"""Data of a task: text files, plain, compressed (.gz, .xz) or in a zip; or a data set of the hub by name.
-
-Every way in ends in the same lists of texts, and every way in which it can fail in a sentence that says what to do.
-"""
+"""Text files of a task: plain, compressed (.gz, .xz) or in a zip file. `hub` has data sets by public name."""
 
 from __future__ import annotations
 
-import functools
 import gzip
-import importlib
 import io
 import lzma
-import os
-import socket
-import urllib.parse
-import urllib.request
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from tailopt.optional import require
 
 ENDINGS = ("", ".gz", ".xz")
 
@@ -103,36 +92,3 @@ def columns(rows: Any, wanted: Sequence[str], where: str) -> None:
     for name in wanted:
         if name not in rows:
             raise ValueError(f"Invalid data: {where} has no column {name!r}; it has {', '.join(rows)}.")
-
-
-@functools.cache
-def reachable() -> bool:
-    """Whether the hub can be reached; asked once. Its packages try for half a minute before they say that it cannot.
-
-    Behind a proxy only they can tell, so it is taken to.
-    """
-    if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
-        return False
-    if urllib.request.getproxies():
-        return True
-    where = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    try:
-        socket.create_connection((where.hostname or "", where.port or 443), timeout=5).close()
-    except OSError:
-        return False
-    return True
-
-
-def hub(name: str, *configuration: str, split: str, **options: Any) -> Any:
-    """A split of a data set of the hub; options are those of `datasets.load_dataset`, such as revision."""
-    datasets = require("datasets", "Data by public name need datasets", extra="studies")
-    if not reachable():  # what was fetched before will do; the switch of both packages is read at every call
-        datasets.config.HF_HUB_OFFLINE = True
-        importlib.import_module("huggingface_hub").constants.HF_HUB_OFFLINE = True
-    try:
-        return datasets.load_dataset(name, *configuration, split=split, **options)
-    except Exception as error:  # the package raises what its network library raises
-        reason = str(error).strip().split("\n")[0]
-        raise OSError(
-            f"Cannot get the data set {name!r} from the hub: {reason} Give the files themselves: --data PATH."
-        ) from None

@@ -24,7 +24,7 @@ from tailopt.evaluation import evaluating
 from tailopt.optional import require
 from tailopt.seeds import generator
 from tailopt.splits.partitions import iid
-from tailopt.tasks import files, pretrained, tokens
+from tailopt.tasks import files, hub, pretrained, tokens
 from tailopt.tasks.task import JUDGES, Defaults
 
 SCORES = (0.0, 5.0)  # of STS-B
@@ -344,7 +344,7 @@ def _from_hub(which: str, data: str) -> Found:
     parts = {}
     for name, split in splits.items():
         where = f"{data} ({which}, {split})"
-        loaded = files.hub(data, which, split=split)
+        loaded = hub.dataset(data, which, split=split)
         columns = part.hub or part.texts
         files.columns(loaded.column_names, (*columns, "label"), where)
         labels = [_label(part, label, f"{where}, row {i}") for i, label in enumerate(loaded["label"])]

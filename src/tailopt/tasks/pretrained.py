@@ -16,7 +16,7 @@ import torch
 
 from tailopt.optional import require
 from tailopt.seeds import derive
-from tailopt.tasks.files import reachable
+from tailopt.tasks.hub import is_reachable
 
 # what a model is for -> the class of Transformers that loads it
 KINDS = {
@@ -107,7 +107,7 @@ def _explained(what: str, source: str) -> Iterator[None]:
 
 def _local(source: str) -> bool:
     """Whether only files that are here already can be had."""
-    return Path(source).is_dir() or not reachable()
+    return Path(source).is_dir() or not is_reachable()
 
 
 def looks_like_a_path(source: str) -> bool:

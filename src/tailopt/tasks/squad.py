@@ -28,7 +28,7 @@ from tailopt.evaluation import evaluating
 from tailopt.optional import require
 from tailopt.seeds import generator
 from tailopt.splits.partitions import iid
-from tailopt.tasks import files, pretrained, tokens
+from tailopt.tasks import files, hub, pretrained, tokens
 from tailopt.tasks.task import JUDGES, Defaults
 
 BATCH = 64  # of an evaluation
@@ -391,7 +391,7 @@ def _entry(found: Any, key: str, name: str) -> Any:
 
 
 def _of_hub(data: str, split: str) -> Iterator[Row]:
-    loaded = files.hub(data, split=split)
+    loaded = hub.dataset(data, split=split)
     files.columns(loaded.column_names, ("context", "question", "answers"), f"{data}, {split}")
     for context, question, answers in zip(loaded["context"], loaded["question"], loaded["answers"], strict=True):
         yield Row(context, question, tuple(answers["text"]))

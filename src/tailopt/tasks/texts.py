@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tailopt.seeds import generator
-from tailopt.tasks import files, pretrained, tokens
+from tailopt.tasks import files, hub, pretrained, tokens
 
 WORKS = ("kant", "hazlitt", "austen", "plato", "tolstoy", "federalist", "dumas", "dostoevsky")
 ENDINGS = (".txt", ".md", ".text")
@@ -173,7 +173,7 @@ def _by_work(texts: Mapping[str, str], path: Path) -> dict[str, str]:
 
 def _from_hub(kind: str, data: str) -> dict[str, str]:
     """LEAF's samples for Shakespeare; else the column "text", as a single source."""
-    rows = files.hub(data, split="train")
+    rows = hub.dataset(data, split="train")
     if kind == "shakespeare":
         files.columns(rows.column_names, ("character_id", "x", "y"), data)
         return unrolled(rows["character_id"], rows["x"], rows["y"])

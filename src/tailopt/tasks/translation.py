@@ -24,7 +24,7 @@ from tailopt.evaluation import evaluating
 from tailopt.optional import require
 from tailopt.seeds import generator
 from tailopt.splits.partitions import iid
-from tailopt.tasks import files, pretrained, tokens
+from tailopt.tasks import files, hub, pretrained, tokens
 from tailopt.tasks.task import JUDGES, Defaults
 
 SPLITS = (*JUDGES, "test")
@@ -499,7 +499,7 @@ def _from_hub(data: str, source: str, target: str) -> Corpus:
         options["data_files"] = {split: where.format(**names) for split, where in options["data_files"].items()}
     sets = {}
     for name, split in public.splits.items():
-        loaded = files.hub(data, *configuration, split=split, **options)
+        loaded = hub.dataset(data, *configuration, split=split, **options)
         sets[name] = _columns(loaded, public.columns or (source, target), source, target, f"{data} ({split})")
     return _sorted_out(sets, f"the data set {data}", public.splits)
 
