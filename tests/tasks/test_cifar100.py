@@ -162,6 +162,7 @@ def test_a_wrong_path_and_an_absent_network(tmp_path: Path, monkeypatch: pytest.
     [
         ({"judge": "test"}, "Invalid judge: got 'test'; need one of validation, held-out"),
         ({"hold_out": 1.0}, "Invalid hold_out: got 1.0"),
+        ({"limit": -1}, "Invalid limit: got -1; need a whole number, 0 or more"),
         ({"patch": 5}, "got patch=5"),
         ({"width": 30, "heads": 4}, "width=30, heads=4"),
         ({"patch": 2, "stem": True}, "got patch=2"),

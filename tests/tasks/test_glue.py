@@ -414,9 +414,9 @@ def test_a_length_beyond_the_models(tmp_path: Path, encoder: str) -> None:
         ({"which": "squad"}, "Unknown task of GLUE: 'squad'; need one of cola, sst2"),
         ({"judge": "test"}, "Invalid judge: got 'test'; need one of validation, held-out"),
         ({"hold_out": 1.0}, "Invalid hold_out: got 1.0; need 0 < hold_out < 1"),
-        ({"length": 2}, "Invalid length: got 2; need 8 or more"),
-        ({"limit": -1}, "Invalid limit: got -1; need 0 or more"),
-        ({"evaluated": -1}, "Invalid evaluated: got -1; need 0 or more"),
+        ({"length": 2}, "Invalid length: got 2; need a whole number, 8 or more"),
+        ({"limit": -1}, "Invalid limit: got -1; need a whole number, 0 or more"),
+        ({"evaluated": -1}, "Invalid evaluated: got -1; need a whole number, 0 or more"),
     ],
 )
 def test_settings_out_of_range(wrong: dict[str, Any], message: str) -> None:

@@ -170,7 +170,7 @@ def test_a_batch_of_draws_has_their_mean() -> None:
         ({"excess": 0.0}, "Invalid excess: got 0.0; need > 0"),
         ({"skew": 1.5}, "Invalid skew: got 1.5; need -1 <= skew <= 1"),
         ({"scale": -1.0}, "Invalid scale: got -1.0; need >= 0"),
-        ({"replicas": 0}, "Invalid replicas: got 0; need 1 or more"),
+        ({"replicas": 0}, "Invalid replicas: got 0; need a whole number, 1 or more"),
     ],
 )
 def test_bad_settings(wrong: dict[str, float | str], message: str) -> None:

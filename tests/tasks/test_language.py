@@ -348,7 +348,7 @@ def _saved_gpt2(where: Path, vocabulary: int) -> None:
     [
         ({"kind": "novels"}, "Invalid kind: got 'novels'; need one of shakespeare, philosopher, texts, pretraining"),
         ({"judge": "train"}, "Invalid judge: got 'train'"),
-        ({"length": 1}, "Invalid length: got 1; need 2 or more"),
+        ({"length": 1}, "Invalid length: got 1; need a whole number, 2 or more"),
         ({"test": 1.0}, "Invalid test: got 1.0; need 0 < test < 1"),
         ({"width": 10, "heads": 4}, "Invalid heads: got 4 for a width of 10"),
         ({"compact": True, "pretrained": "distilgpt2"}, "Invalid compact: the model 'distilgpt2' has a vocabulary"),

@@ -232,7 +232,7 @@ def test_a_wrong_path_other_files_and_an_absent_network(tmp_path: Path, monkeypa
     [
         ({"judge": "test"}, "Invalid judge: got 'test'"),
         ({"hold_out": 0.0}, "Invalid hold_out: got 0.0"),
-        ({"length": 3}, "Invalid length: got 3; need 16 or more"),
+        ({"length": 3}, "Invalid length: got 3; need a whole number, 16 or more"),
         ({"limit": -1}, "Invalid limit: got -1"),
     ],
 )

@@ -26,7 +26,8 @@ from tailopt.optional import require
 from tailopt.seeds import derive, generator
 from tailopt.splits.partitions import iid
 from tailopt.tasks import files, hub, pretrained
-from tailopt.tasks.task import JUDGES, Defaults
+from tailopt.tasks.dataset_options import HELD_OUT, check_dataset_options, held_out_share
+from tailopt.tasks.task import Defaults
 
 CLASSES, SIDE = 100, 32
 ROW = 2 + 3 * SIDE * SIDE  # the bytes of an image in the binary version: coarse label, fine label, planes R, G, B
@@ -83,10 +84,7 @@ class Cifar100:
     )
 
     def __post_init__(self) -> None:
-        if self.judge not in JUDGES:
-            raise ValueError(f"Invalid judge: got {self.judge!r}; need one of {', '.join(JUDGES)}.")
-        if not 0 < self.hold_out < 1:
-            raise ValueError(f"Invalid hold_out: got {self.hold_out}; need 0 < hold_out < 1.")
+        check_dataset_options(self)
         if SIDE % self.patch or self.width % self.heads or (self.stem and (self.patch % 4 or self.width % 4)):
             raise ValueError(
                 f"Invalid model: got patch={self.patch}, width={self.width}, heads={self.heads}; need a patch that "
@@ -164,14 +162,14 @@ class Cifar100:
         """The training images that the nodes share, and those held out of them: numbers."""
         total = len(load(self.data).train)
         shuffled = torch.randperm(total, generator=generator(0, "cifar100 parts"))
-        out = round(self.hold_out * total) if self.judge == "held-out" else 0
+        out = round(held_out_share(self) * total)
         kept = shuffled[: total - out]
         return kept[: self.limit or len(kept)], shuffled[total - out :]
 
     def _judged(self) -> tuple[Tensor, Tensor]:
         images = load(self.data)
         pixels, labels = images.test, images.test_labels
-        if self.judge == "held-out":
+        if self.judge == HELD_OUT:
             held = self._parts()[1]
             pixels, labels = images.train[held], images.train_labels[held]
         if self.evaluated and self.evaluated < len(labels):

@@ -13,6 +13,16 @@ from typing import Any
 ENDINGS = ("", ".gz", ".xz")
 
 
+def without_compression(name: str) -> str:
+    """Return the name of a file without the ending of its compression.
+
+    Examples:
+        >>> without_compression("train.tsv.gz"), without_compression("train.tsv")
+        ('train.tsv', 'train.tsv')
+    """
+    return name.removesuffix(".gz").removesuffix(".xz")
+
+
 def read(path: Path) -> str:
     """The text of a file, decompressed by its ending. Line ends stay as they are."""
     opened = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)

@@ -25,7 +25,8 @@ from tailopt.optional import require
 from tailopt.seeds import generator
 from tailopt.splits.partitions import iid
 from tailopt.tasks import files, hub, pretrained, tokens
-from tailopt.tasks.task import JUDGES, Defaults
+from tailopt.tasks.dataset_options import HELD_OUT, check_dataset_options, check_minimum, held_out_share
+from tailopt.tasks.task import Defaults
 
 SCORES = (0.0, 5.0)  # of STS-B
 BATCH = 64  # of evaluation
@@ -134,13 +135,8 @@ class Glue:
         """Refuse what no data could mend; the metric that decides is the task's unless another of its own is named."""
         if self.which not in PARTS:
             raise ValueError(f"Unknown task of GLUE: {self.which!r}; need one of {', '.join(PARTS)}.")
-        if self.judge not in JUDGES:
-            raise ValueError(f"Invalid judge: got {self.judge!r}; need one of {', '.join(JUDGES)}.")
-        if not 0 < self.hold_out < 1:
-            raise ValueError(f"Invalid hold_out: got {self.hold_out}; need 0 < hold_out < 1. 0.1 is a tenth.")
-        for name, low in (("length", 8), ("limit", 0), ("evaluated", 0)):
-            if getattr(self, name) < low:
-                raise ValueError(f"Invalid {name}: got {getattr(self, name)}; need {low} or more.")
+        check_dataset_options(self)
+        check_minimum(self, length=8)
         if self.defaults.metric not in (*self.metrics, "accuracy_mismatched"):
             usual = replace(self.defaults, metric=self.metrics[0], lower_is_better=False)
             object.__setattr__(self, "defaults", usual)
@@ -197,14 +193,13 @@ class Glue:
         return found
 
     def _judged(self) -> list[str]:
-        if self.judge == "held-out":
-            return ["held-out"]
+        if self.judge == HELD_OUT:
+            return [HELD_OUT]
         return [name for name in rows(self.which, self.data).parts if name != "train"]
 
     def _tokenised(self, name: str) -> tuple[Tensor, ...]:
         most = self.limit if name == "train" else self.evaluated
-        kept = self.hold_out if self.judge == "held-out" else 0.0
-        return tokenised(self.which, self.data, self.pretrained, self.length, name, most, kept)
+        return tokenised(self.which, self.data, self.pretrained, self.length, name, most, held_out_share(self))
 
 
 def logits(model: torch.nn.Module, inputs: Sequence[Tensor]) -> Tensor:
@@ -355,7 +350,7 @@ def _from_hub(which: str, data: str) -> Found:
 
 def _from_files(which: str, path: Path) -> Found:
     part, folder = PARTS[which], _folder(path, PARTS[which].folder)
-    names = {_stem(name).lower(): _stem(name) for name in folder.names()}
+    names = {files.without_compression(name).lower(): files.without_compression(name) for name in folder.names()}
     used = _roles(which, {*names})
     parts = {role: _table(part, folder, names.get(file, file)) for role, file in used.items()}
     said = [f"{file} {len(parts[role]):,} rows" for role, file in used.items()]
@@ -439,11 +434,6 @@ def _table(part: Part, folder: files.Folder, name: str) -> Table:
         for column, key in zip(texts, part.texts, strict=True):
             column.append(row[key])
     return Table(texts, labels, len(split) - len(labels))
-
-
-def _stem(name: str) -> str:
-    """The name of a file without the ending of its compression."""
-    return name.removesuffix(".gz").removesuffix(".xz")
 
 
 def _label(part: Part, given: Any, where: str) -> float:

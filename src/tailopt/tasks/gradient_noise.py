@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from tailopt.arguments import whole_number
 from tailopt.seeds import generator
 from tailopt.tasks.task import Defaults
 
@@ -156,8 +157,7 @@ class GradientNoise:
         if self.scale < 0:
             raise ValueError(f"Invalid scale: got {self.scale}; need >= 0.")
         for name in ("dimension", "parts", "replicas"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Invalid {name}: got {getattr(self, name)}; need 1 or more.")
+            whole_number(name, getattr(self, name), low=1, convert=True)
 
     @property
     def name(self) -> str:

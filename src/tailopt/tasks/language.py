@@ -21,7 +21,14 @@ from torch.utils.data import Dataset, TensorDataset
 from tailopt.evaluation import evaluating
 from tailopt.splits.partitions import iid
 from tailopt.tasks import pretrained, texts
-from tailopt.tasks.task import JUDGES, Defaults
+from tailopt.tasks.dataset_options import (
+    check_choice,
+    check_dataset_options,
+    check_minimum,
+    check_share,
+    held_out_share,
+)
+from tailopt.tasks.task import Defaults
 
 IGNORED = -100
 # how many logits an evaluation holds at once: 64 blocks of 128 tokens would be 1.6 GB with GPT-2's vocabulary
@@ -134,16 +141,10 @@ class Language:
 
     def __post_init__(self) -> None:
         """Refuse what no data could mend."""
-        for name, known in (("kind", tuple(NAMES)), ("judge", JUDGES)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"Invalid {name}: got {getattr(self, name)!r}; need one of {', '.join(known)}.")
-        lows = {"layers": 1, "width": 1, "heads": 1, "length": 2, "largest": 0, "characters": 0, "limit": 0}
-        for name, low in {**lows, "evaluated": 0}.items():
-            if getattr(self, name) < low:
-                raise ValueError(f"Invalid {name}: got {getattr(self, name)}; need {low} or more.")
-        for name in ("test", "hold_out"):
-            if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"Invalid {name}: got {getattr(self, name)}; need 0 < {name} < 1. 0.1 is a tenth.")
+        check_choice("kind", self.kind, tuple(NAMES))
+        check_dataset_options(self)
+        check_minimum(self, layers=1, width=1, heads=1, length=2, largest=0, characters=0)
+        check_share("test", self.test)
         if self.width % self.heads:
             raise ValueError(f"Invalid heads: got {self.heads} for a width of {self.width}; need a divisor of it.")
         if self.compact and self.pretrained:
@@ -169,7 +170,7 @@ class Language:
             self.characters,
             self.limit,
             self.evaluated,
-            self.hold_out if self.judge == "held-out" else 0.0,
+            held_out_share(self),
             self.compact,
         )
 

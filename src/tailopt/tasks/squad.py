@@ -29,7 +29,8 @@ from tailopt.optional import require
 from tailopt.seeds import generator
 from tailopt.splits.partitions import iid
 from tailopt.tasks import files, hub, pretrained, tokens
-from tailopt.tasks.task import JUDGES, Defaults
+from tailopt.tasks.dataset_options import VALIDATION, check_dataset_options, check_minimum, held_out_share
+from tailopt.tasks.task import Defaults
 
 BATCH = 64  # of an evaluation
 TRAIN, DEV = "train-v1.1.json", "dev-v1.1.json"
@@ -89,13 +90,8 @@ class Squad:
     )
 
     def __post_init__(self) -> None:
-        if self.judge not in JUDGES:
-            raise ValueError(f"Invalid judge: got {self.judge!r}; need one of {', '.join(JUDGES)}.")
-        if not 0 < self.hold_out < 1:
-            raise ValueError(f"Invalid hold_out: got {self.hold_out}; need 0 < hold_out < 1. 0.1 is a tenth.")
-        for name, low in (("length", 16), ("answer_length", 1), ("limit", 0), ("evaluated", 0)):
-            if getattr(self, name) < low:
-                raise ValueError(f"Invalid {name}: got {getattr(self, name)}; need {low} or more.")
+        check_dataset_options(self)
+        check_minimum(self, length=16, answer_length=1)
 
     @property
     def name(self) -> str:
@@ -140,8 +136,7 @@ class Squad:
 
     def evaluate(self, model: torch.nn.Module, seed: int) -> Mapping[str, float]:
         """Exact match and F1 of generated answers, in percent."""
-        which = "held-out" if self.judge == "held-out" else "validation"
-        encoded, some = self._encoded(which), self._chosen(which, self.evaluated)
+        encoded, some = self._encoded(self.judge), self._chosen(self.judge, self.evaluated)
         some = some[encoded.sizes[some].argsort()]  # neighbours of one length need little padding
         device = next(model.parameters()).device
         texts: list[str] = []
@@ -170,10 +165,7 @@ class Squad:
         return [text.strip().split("\n")[0] for text in texts]
 
     def _encoded(self, which: str) -> Encoded:
-        return encoded(self.data, self.pretrained, self.length, self.answer_length, which, self._held())
-
-    def _held(self) -> float:
-        return self.hold_out if self.judge == "held-out" else 0.0
+        return encoded(self.data, self.pretrained, self.length, self.answer_length, which, held_out_share(self))
 
     def _chosen(self, which: str, most: int) -> Tensor:
         total = len(self._encoded(which).rows)
@@ -220,8 +212,8 @@ def encoded(data: str, source: str, length: int, answer_length: int, which: str,
         raise ValueError(
             f"Invalid length: got {length}; need at most {words.model_max_length}, which is what {source!r} can read."
         )
-    rows = getattr(load(data), "validation" if which == "validation" else "train")
-    if which != "validation" and held_out:
+    rows = load(data).validation if which == VALIDATION else load(data).train
+    if which != VALIDATION and held_out:
         kept, out = parted(rows, held_out)
         rows = kept if which == "train" else out
 
@@ -337,11 +329,7 @@ def _of_path(path: Path) -> tuple[list[Row], list[Row], str]:
             f"Invalid data: {path} has {', '.join(folder.names()[:8]) or 'nothing'}; need {TRAIN} and {DEV}, "
             "train.jsonl and validation.jsonl, or one file of JSON lines."
         )
-    return _split([*_checked(_lines(folder.text(_plain(alone[0])), alone[0]), alone[0])])
-
-
-def _plain(name: str) -> str:
-    return name.removesuffix(".gz").removesuffix(".xz")
+    return _split([*_checked(_lines(folder.text(files.without_compression(alone[0])), alone[0]), alone[0])])
 
 
 def _split(rows: list[Row]) -> tuple[list[Row], list[Row], str]:

@@ -9,9 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# what `evaluate` measures on in tasks with real data: the validation split, or a slice held out of train
-JUDGES = ("validation", "held-out")
-
 
 @dataclass(frozen=True)
 class Defaults:

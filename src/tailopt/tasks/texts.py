@@ -134,20 +134,17 @@ _WANTED = {
 def _files(path: Path) -> dict[str, str]:
     """The text files at a path by name, without their endings."""
     if path.is_file() and path.suffix != ".zip":
-        names, folder = [_plain(path.name)], files.Folder(path.parent, {path.name: path})
+        names, folder = [files.without_compression(path.name)], files.Folder(path.parent, {path.name: path})
     else:
         folder = files.Folder.of(path)
-        names = [plain for name in folder.names() if (plain := _plain(name)).lower().endswith(ENDINGS)]
+        plain = map(files.without_compression, folder.names())
+        names = [name for name in plain if name.lower().endswith(ENDINGS)]
     if not names:
         raise FileNotFoundError(f"Invalid data: {path} has no text files; need {', '.join(ENDINGS)}, also .gz or .xz.")
     try:
         return {name.rsplit(".", 1)[0]: folder.text(name) for name in names}
     except UnicodeDecodeError as error:
         raise ValueError(f"Invalid data: a file of {path} is not UTF-8 ({error}). Convert it.") from None
-
-
-def _plain(name: str) -> str:
-    return name.removesuffix(".gz").removesuffix(".xz")
 
 
 def _by_role(texts: Mapping[str, str], path: Path) -> dict[str, str]:

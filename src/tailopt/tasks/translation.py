@@ -25,9 +25,17 @@ from tailopt.optional import require
 from tailopt.seeds import generator
 from tailopt.splits.partitions import iid
 from tailopt.tasks import files, hub, pretrained, tokens
-from tailopt.tasks.task import JUDGES, Defaults
+from tailopt.tasks.dataset_options import (
+    EVAL_SPLITS,
+    HELD_OUT,
+    check_choice,
+    check_dataset_options,
+    check_minimum,
+    held_out_share,
+)
+from tailopt.tasks.task import Defaults
 
-SPLITS = (*JUDGES, "test")
+SPLITS = (*EVAL_SPLITS, "test")
 METEORS = ("auto", "need", "off")
 BATCH = 64  # of evaluation
 LANGUAGES = {"en": "English", "de": "German", "fr": "French", "ro": "Romanian"}  # those that T5 was trained to name
@@ -136,14 +144,9 @@ class Translation:
                 raise ValueError(f"Unknown language: {language!r}; T5 knows {', '.join(LANGUAGES)}.")
         if self.source == self.target:
             raise ValueError(f"Invalid target: got {self.target!r}, which is the source too. Take another.")
-        for name, known in (("judge", SPLITS), ("meteor", METEORS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"Invalid {name}: got {getattr(self, name)!r}; need one of {', '.join(known)}.")
-        if not 0 < self.hold_out < 1:
-            raise ValueError(f"Invalid hold_out: got {self.hold_out}; need 0 < hold_out < 1. 0.1 is a tenth.")
-        for name, low in (("length", 8), ("layers", 1), ("width", 8), ("pieces", 0), ("limit", 0), ("evaluated", 0)):
-            if getattr(self, name) < low:
-                raise ValueError(f"Invalid {name}: got {getattr(self, name)}; need {low} or more.")
+        check_dataset_options(self, SPLITS)
+        check_choice("meteor", self.meteor, METEORS)
+        check_minimum(self, length=8, layers=1, width=8, pieces=0)
         if self.width % 8:
             raise ValueError(f"Invalid width: got {self.width}; need a multiple of 8. Take {self.width // 8 * 8}.")
         if self.pieces and self.pretrained:
@@ -200,7 +203,7 @@ class Translation:
         """The training pairs, dealt out at random: numbers of the source's pieces and of the target's, padded."""
         if self.meteor == "need":
             wordnet()
-        if self.judge != "held-out":
+        if self.judge != HELD_OUT:
             self._pairs(self.judge)  # what is missing there is said before anything is trained
         train = self._tokenised("train")
         return [TensorDataset(train[0][part], train[1][part]) for part in iid(len(train[0]), n, seed)]
@@ -268,11 +271,10 @@ class Translation:
     def _pairs(self, name: str) -> tuple[Sequence[str], Sequence[str]]:
         """The texts of "train", "held-out", "validation" or "test", as they are used."""
         sets = self._corpus().sets
-        held = self.hold_out if self.judge == "held-out" else 0.0
-        if name in ("train", "held-out"):
+        if name in ("train", HELD_OUT):
             sources, targets = sets["train"]
             order = shuffled(sources)[: self.limit or None]
-            cut = between(sources, order, len(order) - round(held * len(order)))
+            cut = between(sources, order, len(order) - round(held_out_share(self) * len(order)))
             order = order[:cut] if name == "train" else order[cut:]
         else:
             if name not in sets:
@@ -456,7 +458,7 @@ def _is_table(path: Path) -> bool:
 def _from_files(path: Path, source: str, target: str) -> Corpus:
     """Files that line up, in a folder or zip file."""
     folder = files.Folder.of(path, within=f"{source}-{target}")
-    names = {name.removesuffix(".gz").removesuffix(".xz") for name in folder.names()}
+    names = {*map(files.without_compression, folder.names())}
     stems = sorted(name.removesuffix(f".{source}") for name in names if name.endswith(f".{source}"))
     both = [stem for stem in stems if f"{stem}.{target}" in names]
     if not both:
