@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tailopt.algorithms import algorithm
 from tailopt.engines.simulate import simulate
-from tailopt.tasks.glue import PARTS, Glue, order, predicted, rows, score
+from tailopt.tasks.glue import PARTS, Glue, order, predicted, rows
 from tailopt.tasks.table import task
 
 pytest.importorskip("transformers")
@@ -295,24 +295,6 @@ def test_full_stops_leave_the_dev_rows_only_where_the_training_rows_have_none(tm
     (other / "train.tsv").write_text(text.replace(" .\t", "\t"), encoding="utf-8")
     found = rows("mnli", str(other))
     assert found.parts["validation"].texts[1][0] == "a film is bad" and "full stops" in found.found
-
-
-@pytest.mark.parametrize(
-    ("metric", "truth", "guesses", "value"),
-    [
-        ("accuracy", [1, 0, 1, 1], [1, 0, 0, 0], 50.0),
-        ("f1", [1, 0, 1, 1], [1, 1, 0, 0], 40.0),  # precision 1/2, recall 1/3
-        ("f1", [0, 0], [0, 0], 0.0),
-        ("matthews", [1, 1, 0, 0], [1, 0, 0, 0], 100 / 3**0.5),
-        ("matthews", [1, 1, 0, 0], [1, 1, 1, 1], 0.0),
-        ("spearman", [0.0, 1.0, 5.0], [0.1, 0.2, 0.3], 100.0),
-        ("pearson", [0.0, 1.0, 2.0], [3.0, 2.0, 1.0], -100.0),
-        ("pearson", [0.0, 1.0], [2.0, 2.0], 0.0),
-        ("spearman", [0.0, 1.0], [2.0, float("nan")], 0.0),
-    ],
-)
-def test_metrics_in_percent(metric: str, truth: list[float], guesses: list[float], value: float) -> None:
-    assert score(metric, torch.tensor(truth), torch.tensor(guesses)) == pytest.approx(value, abs=1e-6)
 
 
 # --- bad input: one sentence each, before anything is trained

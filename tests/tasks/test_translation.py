@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 import tailopt
 from tailopt.tasks import translation
 from tailopt.tasks.table import task
-from tailopt.tasks.translation import NAMES, Translation, between, corpus, meteor, shuffled
+from tailopt.tasks.translation import NAMES, Translation, between, corpus, shuffled
+from tests.tasks.test_metrics import without_wordnet
 
 sacrebleu = pytest.importorskip("sacrebleu")
 nltk = pytest.importorskip("nltk")
@@ -415,36 +416,7 @@ def test_the_signature_names_the_tokenisation(tiny: Translation) -> None:
     assert tiny.signature.endswith(f"version:{sacrebleu.__version__}")
 
 
-def has_wordnet() -> bool:
-    try:
-        translation.wordnet()
-    except LookupError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not has_wordnet(), reason="no data of WordNet: python -m nltk.downloader wordnet")
-def test_meteor_matches_words_stems_and_synonyms() -> None:
-    for said in ("the car stops now", "the car stopped now", "the auto stops now"):
-        assert meteor([said], ["the car stops now"]) == ("meteor", pytest.approx(100 * (1 - 0.5 / 64)))
-    assert meteor(["the bike stops now"], ["the car stops now"])[1] < 80
-    pair = meteor(["a b c d", "x"], ["a b c d", "y"])
-    assert pair == ("meteor", pytest.approx(50 * (1 - 0.5 / 64)))
-
-
-def without_wordnet(program: str) -> subprocess.CompletedProcess[str]:
-    """Run in a process that finds no data of NLTK."""
-    clean = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "NLTK_DATA": ""}
-    whole = f"import nltk.data; nltk.data.path.clear()\nfrom tailopt.tasks.translation import *\n{program}"
-    return subprocess.run([sys.executable, "-c", whole], env=clean, capture_output=True, text=True, timeout=120)
-
-
-def test_meteor_without_wordnet_has_another_name() -> None:
-    ended = without_wordnet("print(*meteor(['the automobile stopped now'], ['the car stops now']))")
-    name, value = ended.stdout.split()
-    assert name == "meteor_exact_stem" and 60 < float(value) < 80  # three of four words
-
-
 def test_meteor_that_is_needed_says_how_to_get_its_data_before_training(folder: str) -> None:
-    ended = without_wordnet(f"Translation(data={folder!r}, meteor='need').nodes(0, 3)")
+    asked = f"Translation(data={folder!r}, meteor='need').nodes(0, 3)"
+    ended = without_wordnet(f"from tailopt.tasks.translation import Translation\n{asked}")
     assert "LookupError: METEOR needs the data of WordNet: python -m nltk.downloader wordnet" in ended.stderr

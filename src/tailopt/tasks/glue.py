@@ -21,10 +21,9 @@ from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
 from tailopt.evaluation import evaluating
-from tailopt.optional import require
 from tailopt.seeds import generator
 from tailopt.splits.partitions import iid
-from tailopt.tasks import files, hub, pretrained, tokens
+from tailopt.tasks import files, hub, metrics, pretrained, tokens
 from tailopt.tasks.dataset_options import HELD_OUT, check_dataset_options, check_minimum, held_out_share
 from tailopt.tasks.task import Defaults
 
@@ -189,7 +188,7 @@ class Glue:
             outputs = predicted(model, inputs)
             guesses = outputs.argmax(-1) if classes else outputs.squeeze(-1)
             ending = "_mismatched" if name == "mismatched" else ""
-            found |= {metric + ending: score(metric, labels, guesses) for metric in self.metrics}
+            found |= {metric + ending: metrics.label_metric(metric, labels, guesses) for metric in self.metrics}
         return found
 
     def _judged(self) -> list[str]:
@@ -218,29 +217,6 @@ def predicted(model: torch.nn.Module, inputs: Sequence[Tensor]) -> Tensor:
     with evaluating(model):
         found = [logits(model, [part[some].to(device) for part in inputs]).cpu() for some in order.split(BATCH)]
     return torch.cat(found).float()[order.argsort()]
-
-
-def score(metric: str, truth: Tensor, guesses: Tensor) -> float:
-    """A metric of scikit-learn or SciPy in percent. Guesses without variation, or not finite, correlate by 0.
-
-    Examples:
-        >>> truth, guesses = torch.tensor([1, 0, 1, 1]), torch.tensor([1, 0, 0, 1])
-        >>> score("accuracy", truth, guesses), score("f1", truth, guesses), round(score("matthews", truth, guesses), 2)
-        (75.0, 80.0, 57.74)
-    """
-    if metric in ("spearman", "pearson"):
-        if not guesses.isfinite().all() or guesses.min() == guesses.max():
-            return 0.0
-        correlation = getattr(_library("scipy.stats"), f"{metric}r")
-        return 100 * float(correlation(truth.double().numpy(), guesses.double().numpy()).statistic)
-    measures = _library("sklearn.metrics")
-    names = {"accuracy": "accuracy_score", "f1": "f1_score", "matthews": "matthews_corrcoef"}
-    more = {"zero_division": 0.0} if metric == "f1" else {}
-    return 100 * float(getattr(measures, names[metric])(truth.numpy(), guesses.numpy(), **more))
-
-
-def _library(name: str) -> Any:
-    return require(name, "The metrics need scikit-learn and scipy", "studies", package="scikit-learn scipy")
 
 
 @dataclass(frozen=True)

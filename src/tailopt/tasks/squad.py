@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from tailopt.evaluation import evaluating
-from tailopt.optional import require
 from tailopt.seeds import generator
 from tailopt.splits.partitions import iid
 from tailopt.tasks import files, hub, pretrained, tokens
 from tailopt.tasks.dataset_options import VALIDATION, check_dataset_options, check_minimum, held_out_share
+from tailopt.tasks.metrics import answer_metrics
 from tailopt.tasks.task import Defaults
 
 BATCH = 64  # of an evaluation
@@ -144,7 +144,7 @@ class Squad:
             for part in some.split(BATCH):
                 batch = tuple(c[part].to(device) for c in (encoded.tokens, encoded.sizes, encoded.answers))
                 texts += self._generated(model, *batch)
-        return score(texts, [encoded.rows[i].answers for i in some.tolist()])
+        return answer_metrics(texts, [encoded.rows[i].answers for i in some.tolist()])
 
     def _generated(self, model: torch.nn.Module, numbers: Tensor, sizes: Tensor, answers: Tensor) -> list[str]:
         """The answers of a model to questions, as texts."""
@@ -170,23 +170,6 @@ class Squad:
     def _chosen(self, which: str, most: int) -> Tensor:
         total = len(self._encoded(which).rows)
         return torch.randperm(total, generator=generator(0, "squad rows"))[: most or total]
-
-
-def score(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Exact match and F1 in percent: means over the questions, of each the best over its reference answers.
-
-    Examples:
-        >>> score(["the Eiffel tower!", "of 1889"], [["Eiffel Tower"], ["the year 1889", "in the year of 1889"]])
-        {'exact_match': 50.0, 'f1': 83.33333587646484}
-    """
-    module = "torchmetrics.functional.text.squad"
-    squad = require(module, "Exact match and F1 need torchmetrics", extra="studies").squad
-    given = [{"id": str(i), "prediction_text": text} for i, text in enumerate(texts)]
-    known = [
-        {"id": str(i), "answers": {"text": list(several), "answer_start": [0] * len(several)}}
-        for i, several in enumerate(answers)
-    ]
-    return {key: float(value) for key, value in squad(given, known).items()}
 
 
 # ---- rows as numbers ----

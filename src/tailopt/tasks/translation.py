@@ -9,7 +9,6 @@ Files may be parts of the public sets; `found` says which there were and what ea
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,10 +20,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from tailopt.evaluation import evaluating
-from tailopt.optional import require
 from tailopt.seeds import generator
 from tailopt.splits.partitions import iid
-from tailopt.tasks import files, hub, pretrained, tokens
+from tailopt.tasks import files, hub, metrics, pretrained, tokens
 from tailopt.tasks.dataset_options import (
     EVAL_SPLITS,
     HELD_OUT,
@@ -173,9 +171,7 @@ class Translation:
     @property
     def signature(self) -> str:
         """How sacrebleu says that its BLEU was computed."""
-        measure = _bleu()
-        measure.corpus_score(["a"], [["a"]])
-        return str(measure.get_signature())
+        return metrics.bleu_signature()
 
     def model(self, seed: int) -> torch.nn.Module:
         """T5 as it was pretrained, or a small one from scratch without dropout."""
@@ -202,7 +198,7 @@ class Translation:
     def nodes(self, seed: int, n: int) -> list[Dataset[tuple[Tensor, ...]]]:
         """The training pairs, dealt out at random: numbers of the source's pieces and of the target's, padded."""
         if self.meteor == "need":
-            wordnet()
+            metrics.wordnet()
         if self.judge != HELD_OUT:
             self._pairs(self.judge)  # what is missing there is said before anything is trained
         train = self._tokenised("train")
@@ -217,9 +213,9 @@ class Translation:
         inputs = self._tokenised(self.judge)
         _, references = self._pairs(self.judge)
         decoded, loss = self._decoded(model, inputs)
-        found = {"bleu": float(_bleu().corpus_score(decoded, [list(references)]).score)}
+        found = {"bleu": metrics.bleu(decoded, references)}
         if self.meteor != "off":
-            name, value = meteor(decoded, references, needed=self.meteor == "need")
+            name, value = metrics.meteor(decoded, references, wordnet_needed=self.meteor == "need")
             found[name] = value
         return {**found, "loss": loss}
 
@@ -315,57 +311,6 @@ def _loss(model: torch.nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
 def _pad(model: torch.nn.Module) -> int:
     return int(model.config.pad_token_id)  # type: ignore[union-attr, arg-type]
-
-
-# ---- metrics ----
-
-
-def _bleu() -> Any:
-    return require("sacrebleu", "BLEU needs sacrebleu", extra="studies").BLEU(tokenize="13a")
-
-
-def _nltk(name: str) -> Any:
-    return require(name, "METEOR needs nltk", extra="studies")
-
-
-class NoSynonyms:
-    """WordNet's place where there is none: no word has a synonym."""
-
-    def synsets(self, word: str) -> list[Any]:
-        """None."""
-        return []
-
-
-def wordnet() -> Any:
-    """NLTK's WordNet; where its data are missing, how to get them."""
-    reader = _nltk("nltk.corpus").wordnet
-    try:
-        reader.ensure_loaded()
-    except LookupError:
-        raise LookupError(
-            "METEOR needs the data of WordNet: python -m nltk.downloader wordnet; or take another measure: "
-            "meteor=auto, meteor=off."
-        ) from None
-    return reader
-
-
-def meteor(decoded: Sequence[str], references: Sequence[str], needed: bool = False) -> tuple[str, float]:
-    """("meteor", the mean of NLTK's METEOR times 100); without WordNet's data ("meteor_exact_stem", ...).
-
-    Words are equal, have equal stems (Porter's), or are synonyms (WordNet's): English notions, applied to any target,
-    as is usual. Without WordNet the third way to match is missing, so the number is lower and has another name.
-    """
-    name, synonyms = "meteor", None
-    try:
-        synonyms = wordnet()
-    except LookupError:
-        if needed:
-            raise
-        name, synonyms = "meteor_exact_stem", NoSynonyms()
-    score = _nltk("nltk.translate.meteor_score").meteor_score
-    words = _nltk("nltk.tokenize").NLTKWordTokenizer().tokenize  # whole lines: no further data to split sentences by
-    pairs = zip(decoded, references, strict=True)
-    return name, 100 * statistics.fmean(score([words(right)], words(said), wordnet=synonyms) for said, right in pairs)
 
 
 # ---- tokens ----
