@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from tailopt.progress import Progress
 from tailopt.studies.convex import HEAVY, Plan, tune
-from tailopt.studies.progress import counted
 from tailopt.sweeps.search import best
 from tailopt.sweeps.space import settings
 from tailopt.sweeps.stacked import Batches
@@ -39,7 +39,7 @@ def main() -> None:
     steps = rounds * PLAN.local_steps
     data = Batches.of(PLAN.task("syntoken", HEAVY), PLAN.tuning, PLAN.nodes, steps, PLAN.batch_size)
     found = {}
-    with counted(True) as advance:
+    with Progress(True) as bar:
         for number, name in enumerate(ALGORITHMS, 1):
             trial = best(tune(PLAN, name, data), f"error@{rounds}")
             error = math.exp(trial.values[f"error@{rounds}"])
@@ -48,7 +48,7 @@ def main() -> None:
                 "trial": trial.number,
                 "error on the tuning seeds": float(f"{error:.4g}"),
             }
-            advance(number, len(ALGORITHMS), f"{name}: {error:.3f}")
+            bar.update(number, len(ALGORITHMS), f"{name}: {error:.3f}")
     record = {
         "command": "python examples/demo_tuning.py",
         "task": f"SynToken, {HEAVY}",

@@ -1,27 +1,39 @@
-"""A line about where a run is: rounds, loss, nodes, the time left. Drawn by rich where it is installed."""
+"""How far a run or a study is, on stderr: a bar in a terminal where rich is installed, else a line every few seconds.
+
+`Progress` counts anything; `RoundProgress` counts rounds and shows the loss, the nodes and the time left.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+_P = TypeVar("_P", bound="Progress")
 
 
 class Progress:
-    """Shows rounds as they pass; a context manager. Without a terminal or without rich, a line every few seconds."""
+    """Shows how many of a number of things are done; a context manager.
 
-    def __init__(self, title: str, done: int, rounds: int, shown: bool) -> None:
-        self._title, self._done, self._rounds, self._shown = title, done, rounds, shown
-        self._began = self._said = time.monotonic()
+    Args:
+        shown: False shows nothing.
+        seconds_between_lines: the least time between two lines where there is no bar.
+        keep_bar: whether the bar stays on the screen at the end.
+    """
+
+    def __init__(self, shown: bool, *, seconds_between_lines: float = 5.0, keep_bar: bool = False) -> None:
+        self._shown, self._seconds_between_lines, self._keep_bar = shown, seconds_between_lines, keep_bar
+        self._last_line = float("-inf")
         self._bar: Any = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self: _P) -> _P:
         if self._shown and sys.stderr.isatty():
-            self._bar = _rich_bar()
+            self._bar = _rich_bar(self._keep_bar)
         if self._bar is not None:
             self._bar.start()
-            self._task = self._bar.add_task(self._title, total=self._rounds, completed=self._done, loss="", nodes="")
+            self._task = self._bar.add_task("", total=None, text="")
         return self
 
     def __exit__(
@@ -30,32 +42,50 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def show(self, row: dict[str, Any]) -> None:
-        """A round has passed."""
+    def update(self, done: int, total: int, text: str) -> None:
+        """Show that `done` of `total` are done; `text` says what comes next."""
+        self._show(done, total, text, line=f"{done}/{total}  {text}", last=done == total)
+
+    def _show(self, done: int, total: int, text: str, *, line: str, title: str = "", last: bool = False) -> None:
         if not self._shown:
             return
-        loss = f"{row['loss']:.4g}"
-        nodes = f"{len(row['participants']) - len(row['excluded'])} nodes"
         if self._bar is not None:
-            self._bar.update(self._task, completed=row["round"], loss=f"loss {loss}", nodes=nodes)
-            return
-        now = time.monotonic()
-        if now - self._said < 2.0:
-            return
-        self._said = now
-        passed = row["round"] - self._done
-        left = (now - self._began) / passed * (self._rounds - row["round"])
-        text = f"{self._title}: round {row['round']}/{self._rounds}, loss {loss}, {nodes}, about {left:.0f} s left"
-        print(text, file=sys.stderr, flush=True)
+            self._bar.update(self._task, completed=done, total=total, description=title, text=text)
+        elif last or time.monotonic() - self._last_line >= self._seconds_between_lines:
+            self._last_line = time.monotonic()
+            print(line, file=sys.stderr, flush=True)
 
 
-def _rich_bar() -> Any:
+class RoundProgress(Progress):
+    """Shows rounds as they pass. A run that takes less than two seconds prints no line."""
+
+    def __init__(self, title: str, done: int, rounds: int, shown: bool) -> None:
+        super().__init__(shown, seconds_between_lines=2.0, keep_bar=True)
+        self._title, self._first, self._rounds = title, done, rounds
+        self._start = self._last_line = time.monotonic()
+
+    def __enter__(self) -> RoundProgress:
+        super().__enter__()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._first, total=self._rounds, description=self._title)
+        return self
+
+    def show(self, row: Mapping[str, Any]) -> None:
+        """Show a row of the history."""
+        done = row["round"]
+        text = f"loss {row['loss']:.4g}, {len(row['participants']) - len(row['excluded'])} nodes"
+        seconds = (time.monotonic() - self._start) / (done - self._first) * (self._rounds - done)
+        line = f"{self._title}: round {done}/{self._rounds}, {text}, about {seconds:.0f} s left"
+        self._show(done, self._rounds, text, line=line, title=self._title)
+
+
+def _rich_bar(keep: bool) -> Any:
+    """A bar of rich; None where rich is not installed."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
     except ImportError:
         return None
-    fields = (TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[nodes]}"))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *fields, TimeRemainingColumn())
-    return Bar(*columns, console=Console(stderr=True))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
+    return Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=not keep)

@@ -19,7 +19,7 @@ from tailopt.arguments import check_counts, check_flags, check_function, checked
 from tailopt.clipping.step_cache import StepCache
 from tailopt.engines.engine import Engine, Evaluate
 from tailopt.engines.snapshots import check, restore, save
-from tailopt.progress import Progress
+from tailopt.progress import RoundProgress
 from tailopt.records import checkpoints
 from tailopt.records.folder import Run
 from tailopt.records.lock import LostLock
@@ -114,7 +114,7 @@ class Loop:
         try:
             if saved < 0:
                 saved = self._save(state)
-            with Progress(self._reporting.title, state.round, self.rounds, self._reporting.progress) as line:
+            with RoundProgress(self._reporting.title, state.round, self.rounds, self._reporting.progress) as line:
                 while state.round < self.rounds:
                     row = self._one_round(state)
                     if self._run is not None and (state.round == self.rounds or state.round % every == 0):

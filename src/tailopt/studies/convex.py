@@ -27,9 +27,9 @@ from tailopt.algorithms import ALGORITHMS, algorithm
 from tailopt.engines.simulate import simulate
 from tailopt.figures.style import band, look, pyplot
 from tailopt.optional import missing
+from tailopt.progress import Progress
 from tailopt.records import disk
 from tailopt.studies.claims import Claim, claim_lines, judged
-from tailopt.studies.progress import counted
 from tailopt.sweeps.search import Point, Range, Trial, best, describe, search
 from tailopt.sweeps.space import Space, settings
 from tailopt.sweeps.stacked import Batches, errors
@@ -115,7 +115,7 @@ def run(out: Path, *, quick: bool = False, progress: bool = True, plan: Plan | N
     out.mkdir(parents=True, exist_ok=True)
     cells = [(f, n, a) for f in plan.features for n in plan.noises for a in plan.algorithms]
     found: dict[str, Any] = {"plan": asdict(plan), "cells": [], "references": {}, "checks": []}
-    with counted(progress) as advance:
+    with Progress(progress) as bar:
         batches: dict[tuple[str, str], tuple[Batches, Batches]] = {}
         for number, (features, noise, name) in enumerate(cells, 1):
             where = out / "cells" / f"{features}-{_slug(noise)}-{name}.json"
@@ -127,7 +127,7 @@ def run(out: Path, *, quick: bool = False, progress: bool = True, plan: Plan | N
                 where.parent.mkdir(exist_ok=True)
                 disk.replace(where, json.dumps(cell).encode())
             found["cells"].append(json.loads(where.read_text(encoding="utf-8")))
-            advance(number, len(cells), f"{FEATURES[features]}, {noise}: {name}")
+            bar.update(number, len(cells), f"{FEATURES[features]}, {noise}: {name}")
         for features in plan.features:
             for noise in plan.noises:
                 found["references"][f"{features}, {noise}"] = _references(plan, features, noise)
@@ -137,7 +137,7 @@ def run(out: Path, *, quick: bool = False, progress: bool = True, plan: Plan | N
                 where.parent.mkdir(exist_ok=True)
                 disk.replace(where, json.dumps(_check(plan, _find(found, "syntoken", HEAVY, name))).encode())
             found["checks"].append(json.loads(where.read_text(encoding="utf-8")))
-            advance(number, len(HEADLINE), f"by tailopt.simulate: {name}")
+            bar.update(number, len(HEADLINE), f"by tailopt.simulate: {name}")
     claims = None if quick else _claims(found)
     found["claims"] = [asdict(claim) for claim in claims or ()]
     disk.replace(out / "results.json", json.dumps(found).encode())

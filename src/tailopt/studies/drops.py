@@ -29,12 +29,12 @@ from torch import Tensor
 from tailopt.algorithms import algorithm
 from tailopt.engines.simulate import simulate
 from tailopt.optional import missing
+from tailopt.progress import Progress
 from tailopt.records import disk, history
 from tailopt.schedules import cosine
 from tailopt.seeds import derive, generator
 from tailopt.studies import tuned
 from tailopt.studies.claims import UNJUDGED
-from tailopt.studies.progress import counted
 
 PUBLISHED = 2.1  # percent above full participation, by DiLoCo's authors
 CASES: Mapping[str, str | None] = {"everybody": None, "sync": "sync", "keep": "keep"}
@@ -291,17 +291,17 @@ def _cells(record: Path, plan: Plan, corpus: Corpus, progress: bool) -> Found:
     }
     every = [(name, case, seed) for seed in plan.seeds for name in plan.algorithms for case in CASES]
     todo = [cell for cell in every if cell not in done]
-    with counted(progress) as advance:
+    with Progress(progress) as bar:
         for number, cell in enumerate(todo):
             name, case, seed = cell
             label = f"{name}, {case}, seed {seed}"
-            told = functools.partial(_advanced, advance, number * plan.rounds, len(todo) * plan.rounds, label)
+            told = functools.partial(_advanced, bar.update, number * plan.rounds, len(todo) * plan.rounds, label)
             told(0)
             done[cell] = measure(plan, corpus, name, case, seed, told)
             row = {"algorithm": name, "case": case, "seed": seed, "round": plan.rounds, "curve": done[cell]}
             history.append(record, {**row, "plan": keys[name]})
         if todo:
-            advance(len(todo) * plan.rounds, len(todo) * plan.rounds, "done")
+            bar.update(len(todo) * plan.rounds, len(todo) * plan.rounds, "done")
     return done
 
 

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from tailopt.algorithms import Algorithm, algorithm
 from tailopt.engines.simulate import Result, simulate
+from tailopt.progress import Progress
 from tailopt.records import disk, history
 from tailopt.rounds.participants import Chooser
 from tailopt.seeds import generator
 from tailopt.studies.claims import Claim, claim_lines, judged
-from tailopt.studies.progress import counted
 from tailopt.tasks.synthetic import draw_noise
 from tailopt.theory import Theory, theory
 
@@ -407,16 +407,16 @@ def _cells(record: Path, plan: Plan, progress: bool) -> dict[tuple[str, str, boo
         if row["plan"] == plan.key()
     }
     todo = [c for c in cells(plan) if (c[0], c[1].name, c[1].equal, c[2]) not in done]
-    with counted(progress) as advance:
+    with Progress(progress) as bar:
         for number, (name, case, seed) in enumerate(todo):
-            advance(number, len(todo), f"{name}, {case.name}, seed {seed}")
+            bar.update(number, len(todo), f"{name}, {case.name}, seed {seed}")
             gaps = measure(plan, name, case, seed, rounds)
             key = (name, case.name, case.equal, seed)
             row = dict(zip(("algorithm", "case", "equal", "seed"), key, strict=True))
             history.append(record, {**row, "plan": plan.key(), "round": plan.rounds, "gaps": gaps})
             done[key] = gaps
         if todo:
-            advance(len(todo), len(todo), "done")
+            bar.update(len(todo), len(todo), "done")
     return done
 
 

@@ -27,11 +27,11 @@ from tailopt.engines.simulate import simulate
 from tailopt.figures.style import pyplot
 from tailopt.optional import missing
 from tailopt.paper import paper_settings
+from tailopt.progress import Progress
 from tailopt.records import disk
 from tailopt.seeds import generator
 from tailopt.studies.claims import Claim, claim_lines, judged
 from tailopt.studies.glue import labels
-from tailopt.studies.progress import counted
 from tailopt.studies.tuned import Column, place, slug
 
 # the paper's best settings on MNLI; their learning rates are those of its figure
@@ -79,11 +79,11 @@ def run(
         plan = Plan(column, rounds=2, nodes=2, local_steps=2, coordinates=500, batch_size=2)
     out.mkdir(parents=True, exist_ok=True)
     followed: dict[str, Followed] = {}
-    with counted(progress) as advance:
+    with Progress(progress) as bar:
         each = plan.rounds * plan.nodes * plan.local_steps
 
         def tick(name: str, steps: int) -> None:
-            advance(len(followed) * each + steps, len(SETTINGS) * each, name)
+            bar.update(len(followed) * each + steps, len(SETTINGS) * each, name)
 
         for name in SETTINGS:
             followed[name] = follow(plan, name, place(device), functools.partial(tick, name))

@@ -30,9 +30,9 @@ from tailopt.distributed.header import Header
 from tailopt.distributed.nested_optimizer import NestedOptimizer
 from tailopt.distributed.transport import Transport
 from tailopt.figures.style import pyplot
+from tailopt.progress import Progress
 from tailopt.records import disk
 from tailopt.studies.claims import Claim, claim_lines, judged
-from tailopt.studies.progress import counted
 from tailopt.studies.tuned import SPACES
 from tailopt.sweeps.search import point
 from tailopt.sweeps.space import settings
@@ -48,14 +48,14 @@ def run(out: Path, *, quick: bool = False, progress: bool = True) -> Path:
     parameters = 100_000 if quick else PARAMETERS
     names = ("avg-biclip", "avg-adam", "adam2") if quick else tuple(ALGORITHMS)
     rows = []
-    with counted(progress) as advance:
+    with Progress(progress) as bar:
         for number, name in enumerate(names, 1):
             where = out / "cells" / f"{name}-{parameters}.json"
             if not where.is_file():
                 where.parent.mkdir(exist_ok=True)
                 disk.replace(where, (json.dumps(measured(name, parameters)) + "\n").encode())
             rows.append({"algorithm": name, **json.loads(where.read_text(encoding="utf-8")), "formula": formula(name)})
-            advance(number, len(names), name)
+            bar.update(number, len(names), name)
     claims = None if quick else [judge(rows)]
     found: dict[str, Any] = {"parameters": parameters, "nodes": NODES, "rows": rows}
     found["claim"] = asdict(claims[0]) if claims else None

@@ -28,12 +28,12 @@ from tailopt.engines.batches import to_device
 from tailopt.engines.simulate import simulate
 from tailopt.figures.style import look, pyplot
 from tailopt.paper.tables import algorithm_name
+from tailopt.progress import Progress
 from tailopt.records import disk, history
 from tailopt.rounds.settle import EveryoneExcluded
 from tailopt.splits.loaders import node_data
 from tailopt.studies import tuned
 from tailopt.studies.claims import UNJUDGED
-from tailopt.studies.progress import counted
 from tailopt.sweeps.search import Point, Range, best, search
 from tailopt.sweeps.space import Space, settings
 from tailopt.tasks.language import Language
@@ -152,9 +152,9 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     if progress:
         print(cost(plan), file=sys.stderr, flush=True)
-    with counted(progress) as advance:
-        chosen = _tuned(plan, out / "trials" / plan.key(), advance)
-        cells = _cells(plan, chosen, out / "cells.jsonl", advance)
+    with Progress(progress) as bar:
+        chosen = _tuned(plan, out / "trials" / plan.key(), bar.update)
+        cells = _cells(plan, chosen, out / "cells.jsonl", bar.update)
     results = summarise(plan, chosen, cells)
     disk.replace(out / "results.json", (json.dumps(results, indent=1) + "\n").encode())
     disk.replace(out / "table.md", report(results, judge=not quick).encode())

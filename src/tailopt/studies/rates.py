@@ -29,10 +29,10 @@ from tailopt.algorithms import algorithm
 from tailopt.clipping.operators import biclip
 from tailopt.engines.simulate import simulate
 from tailopt.figures.style import look, pyplot
+from tailopt.progress import Progress
 from tailopt.records import disk
 from tailopt.seeds import generator
 from tailopt.studies.claims import UNJUDGED, Claim, judged
-from tailopt.studies.progress import counted
 from tailopt.tasks.gradient_noise import GradientNoise
 from tailopt.theory import theory
 
@@ -207,13 +207,13 @@ def rates(
     asked = [_question(name, CASES[name], a, (), repetitions, rounds) for a in alphas for name in cases]
     asked += [_question(v, PANEL, PANEL_ALPHA, k, repetitions, rounds) for v, k in THRESHOLDS.items() if panel]
     kept = _kept(out)
-    with counted(progress) as advance:
+    with Progress(progress) as bar:
         for number, question in enumerate(asked, 1):
             key = json.dumps(question, sort_keys=True)
             if key not in kept:
                 kept[key] = _cell(question)
                 _keep(out, question, kept[key])
-            advance(number, len(asked), f"{question['name']}, alpha = {question['alpha']}")
+            bar.update(number, len(asked), f"{question['name']}, alpha = {question['alpha']}")
     answers = [(q, kept[json.dumps(q, sort_keys=True)]) for q in asked]
     n = len(alphas) * len(cases)
     return Rates(

@@ -27,10 +27,10 @@ from tailopt.engines.simulate import simulate
 from tailopt.figures.style import band, look, pyplot
 from tailopt.paper import paper_settings
 from tailopt.paper.tables import algorithm_name
+from tailopt.progress import Progress
 from tailopt.records import disk
 from tailopt.rounds.settle import EveryoneExcluded
 from tailopt.studies.claims import Claim, claim_lines
-from tailopt.studies.progress import counted
 from tailopt.sweeps.search import Point, Range, best, describe, point, search
 from tailopt.sweeps.space import Space, settings
 from tailopt.tasks.table import task
@@ -237,12 +237,12 @@ def compare(plan: Plan, out: Path, progress: bool = True) -> dict[str, Any]:
     cells = []
     total = len(plan.columns) * len(plan.algorithms) * ((plan.budget if plan.source == "tune" else 0) + len(plan.seeds))
     done = 0
-    with counted(progress) as advance:
+    with Progress(progress) as bar:
 
         def tick(n: int, text: str) -> None:
             nonlocal done
             done += n
-            advance(done, total, text)
+            bar.update(done, total, text)
 
         for column in plan.columns:
             for name in plan.algorithms:

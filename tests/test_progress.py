@@ -1,0 +1,62 @@
+"""Progress on stderr: lines where there is no terminal, a bar of rich where there is one, nothing where nobody looks."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tailopt import progress
+from tailopt.progress import Progress, RoundProgress
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that a test sets."""
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_lines_come_at_once_then_every_few_seconds_and_at_the_end(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Progress(True) as bar:
+        for done, seconds in ((0, 0.0), (1, 1.0), (2, 5.5), (3, 0.1), (4, 0.1)):
+            clock[0] += seconds
+            bar.update(done, 4, f"cell {done}")
+    assert capsys.readouterr().err.splitlines() == ["0/4  cell 0", "2/4  cell 2", "4/4  cell 4"]
+
+
+def test_rounds_say_loss_nodes_and_the_time_left(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"loss": 0.25, "participants": [0, 1, 2], "excluded": {"1": "not finite"}}
+    with RoundProgress("bi2clip", 2, 10, True) as bar:
+        clock[0] += 1.0
+        bar.show({**row, "round": 3})  # too early for a line
+        clock[0] += 1.0
+        bar.show({**row, "round": 4})
+        clock[0] += 0.5
+        bar.show({**row, "round": 10})
+    assert capsys.readouterr().err == "bi2clip: round 4/10, loss 0.25, 2 nodes, about 6 s left\n"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_nothing_is_shown_where_nobody_looks(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with Progress(False) as bar, RoundProgress("x", 0, 2, False) as rounds:
+        bar.update(2, 2, "done")
+        rounds.show({"round": 2, "loss": 1.0, "participants": [0], "excluded": {}})
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    with RoundProgress("bi2clip", 0, 4, True) as bar:
+        bar.show({"round": 3, "loss": 0.5, "participants": [0, 1], "excluded": {}})
+    shown = capsys.readouterr().err
+    assert "bi2clip" in shown and "3/4" in shown and "loss 0.5, 2 nodes" in shown
