@@ -1,4 +1,4 @@
-"""Progress on stderr: lines where there is no terminal, a bar of rich where there is one, nothing where nobody looks."""
+"""Progress on stderr: lines where there is no terminal, a bar of rich where there is one, else nothing."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tailopt.studies import centralised
+from tailopt.studies.study import StudyOptions
 from tailopt.tasks import table
 from tailopt.tasks.task import Defaults
 from tests.studies.unjudged import assert_unjudged
@@ -70,7 +71,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def run(out: Path, data: Path, llama: str, **settings: Any) -> dict[str, Any]:
     usual = {"preset": "small", "budget": 1, "seeds": 2, "device": "cpu", "progress": False}
-    centralised.run(out, model=llama, data=str(data), **{**usual, **settings})
+    centralised.run(out, StudyOptions(model=llama, data=str(data), **{**usual, **settings}))
     found: dict[str, Any] = json.loads((out / "results.json").read_text())
     return found
 
@@ -147,8 +148,8 @@ def test_the_claim_is_judged_by_end_and_by_speed(
 
 def test_options_that_make_no_sense(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Unknown task: 'glue'; need one of squad, cifar100"):
-        centralised.run(tmp_path, task="glue")
+        centralised.run(tmp_path, StudyOptions(task="glue"))
     with pytest.raises(ValueError, match="Invalid nodes: got 0"):
-        centralised.run(tmp_path, nodes=0)
+        centralised.run(tmp_path, StudyOptions(nodes=0))
     with pytest.raises(FileNotFoundError, match="holds no squad. With two tasks, give a folder that holds both"):
-        centralised.run(tmp_path, data=str(tmp_path))
+        centralised.run(tmp_path, StudyOptions(data=str(tmp_path)))

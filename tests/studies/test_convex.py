@@ -8,6 +8,7 @@ import pytest
 
 from tailopt.algorithms import ALGORITHMS, algorithm
 from tailopt.studies import convex
+from tailopt.studies.study import StudyOptions
 from tailopt.sweeps.search import point
 from tailopt.sweeps.space import settings
 from tests.studies.unjudged import assert_unjudged
@@ -17,7 +18,7 @@ pytest.importorskip("sklearn", reason="the studies' extra is not installed")
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return convex.run(tmp_path_factory.mktemp("convex"), quick=True, progress=False)
+    return convex.run(tmp_path_factory.mktemp("convex"), StudyOptions(quick=True, progress=False))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -60,7 +61,7 @@ def test_a_second_run_takes_what_is_there(finished: Path) -> None:
     table = (finished / "table.md").read_text()
     text = cell.read_text()
     cell.unlink()
-    convex.run(finished, quick=True, progress=False)
+    convex.run(finished, StudyOptions(quick=True, progress=False))
     after = {path: path.stat().st_mtime_ns for path in (finished / "cells").iterdir()}
     assert {path for path in before if before[path] != after[path]} == {cell}
     assert cell.read_text() == text and (finished / "table.md").read_text() == table

@@ -14,9 +14,11 @@ from tailopt.records import history
 from tailopt.rounds.participants import Sampling
 from tailopt.studies import failures
 from tailopt.studies.failures import CASES, FULL, QUICK, Plan
+from tailopt.studies.study import StudyOptions
 from tailopt.theory import theory
 from tests.studies.unjudged import assert_unjudged
 
+QUIET = StudyOptions(quick=True, progress=False)
 UNUSED = torch.Generator()  # what a chooser that has its own randomness is given
 WEIGHTS = st.lists(st.floats(0.05, 20), min_size=2, max_size=6).map(
     lambda w: torch.tensor(w, dtype=torch.float64) / sum(w)
@@ -251,7 +253,7 @@ def test_the_claim_is_judged_by_the_algorithm_of_the_theorem(holds, verdict):
 def finished(tmp_path_factory):
     """A quick study."""
     out = tmp_path_factory.mktemp("failures") / "new"
-    assert failures.run(out, quick=True, progress=False) == out
+    assert failures.run(out, QUIET) == out
     return out
 
 
@@ -283,7 +285,7 @@ def test_finished_cells_are_kept_and_torn_ones_run_again(finished, tmp_path):
     other = {**json.loads(lines[1]), "plan": "another"}
     start = [json.dumps(kept).encode() + b"\n", *lines[1:-1], json.dumps(other).encode() + b"\n"]
     (tmp_path / "cells.jsonl").write_bytes(b"".join(start) + lines[-1][:40])
-    failures.run(tmp_path, quick=True, progress=False)
+    failures.run(tmp_path, QUIET)
     assert (tmp_path / "cells.jsonl").read_bytes() == b"".join([*start, lines[-1]])
     before, after = (json.loads((f / "results.json").read_text())["rows"] for f in (finished, tmp_path))
     assert after[0]["last"][0] == 123.0

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tailopt.studies import federated
+from tailopt.studies.study import StudyOptions
 from tailopt.tasks.texts import WORKS
 from tests.studies.unjudged import assert_unjudged
 
@@ -23,9 +24,8 @@ def works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_philosopher_by_work(works: str, tmp_path: Path) -> None:
-    out = federated.run(
-        tmp_path / "out", quick=True, progress=False, task="philosopher", preset="small", tokenizer="", data=works
-    )
+    options = StudyOptions(quick=True, progress=False, task="philosopher", preset="small", tokenizer="", data=works)
+    out = federated.run(tmp_path / "out", options)
     text = (out / "table.md").read_text(encoding="utf-8")
     assert "2.6361" in text  # the paper's number
     assert_unjudged(out)
@@ -38,4 +38,4 @@ def test_philosopher_by_work(works: str, tmp_path: Path) -> None:
 
 def test_another_task_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Unknown task: 'Homer'; need one of Shakespeare, Philosopher"):
-        federated.run(tmp_path / "out", task="Homer", progress=False)
+        federated.run(tmp_path / "out", StudyOptions(task="Homer", progress=False))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,17 @@ import pytest
 
 from tailopt.paper import paper_settings
 from tailopt.studies import curves, glue, gradients, tuned
+from tailopt.studies.study import StudyOptions
 from tests.studies.encoders import tiny_encoder, tiny_mnli, tiny_mrpc
 from tests.studies.unjudged import assert_unjudged
 
 pytest.importorskip("transformers", reason="the studies' extra is not installed")
 pytest.importorskip("sklearn", reason="the studies' extra is not installed")
+
+
+def options(**more: Any) -> StudyOptions:
+    """A quick study of MRPC."""
+    return StudyOptions(**{"quick": True, "progress": False, "task": "MRPC", "preset": "small", **more})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,7 +39,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def finished(parts: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("glue")
-    return glue.run(out, quick=True, progress=False, task="MRPC", preset="small", **parts)
+    return glue.run(out, options(**parts))
 
 
 def test_the_study_writes_table_results_and_figure(finished: Path) -> None:
@@ -51,19 +56,19 @@ def test_the_study_writes_table_results_and_figure(finished: Path) -> None:
 
 def test_what_is_there_is_not_run_again_and_more_seeds_go_on(parts: dict[str, str], finished: Path) -> None:
     first = {path.name: path.stat().st_mtime_ns for path in (finished / "cells").iterdir()}
-    glue.run(finished, quick=True, progress=False, task="MRPC", preset="small", seeds=2, **parts)
+    glue.run(finished, options(seeds=2, **parts))
     second = {path.name: path.stat().st_mtime_ns for path in (finished / "cells").iterdir()}
     assert len(second) == 2 * len(first) and first.items() <= second.items()
 
 
 def test_another_study_in_the_folder_is_refused(parts: dict[str, str], finished: Path) -> None:
     with pytest.raises(ValueError, match=r"holds a study with another budget: 1 there, 2 here.*--out"):
-        glue.run(finished, quick=True, progress=False, task="MRPC", preset="small", budget=2, **parts)
+        glue.run(finished, options(budget=2, **parts))
 
 
 def test_settings_of_an_earlier_study_are_taken(parts: dict[str, str], finished: Path, tmp_path: Path) -> None:
     source = str(finished / "results.json")
-    out = glue.run(tmp_path, quick=True, progress=False, task="MRPC", preset="small", settings=source, **parts)
+    out = glue.run(tmp_path, options(settings=source, **parts))
     before, after = (json.loads((p / "results.json").read_text(encoding="utf-8")) for p in (finished, out))
     for old, new in zip(before["cells"], after["cells"], strict=True):
         assert new["settings"] == old["settings"] and new["trials"] == []
@@ -77,16 +82,7 @@ def test_tuning_never_sees_the_validation_rows(parts: dict[str, str]) -> None:
 
 
 def test_the_paper_s_settings_can_be_asked_for(parts: dict[str, str], tmp_path: Path) -> None:
-    out = glue.run(
-        tmp_path,
-        quick=True,
-        progress=False,
-        task="MRPC",
-        preset="small",
-        settings="paper",
-        algorithms="Bi^2Clip",
-        **parts,
-    )
+    out = glue.run(tmp_path, options(settings="paper", algorithms="Bi^2Clip", **parts))
     (cell,) = json.loads((out / "results.json").read_text(encoding="utf-8"))["cells"]
     assert cell["algorithm"] == "bi2clip" and cell["settings"]["i_u"] == 1e-4
 
@@ -104,7 +100,7 @@ def test_bad_input_is_refused_before_anything_runs(
     given: dict[str, object], said: str, parts: dict[str, str], tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        glue.run(tmp_path / "out", quick=True, progress=False, preset="small", **parts, **given)
+        glue.run(tmp_path / "out", options(**parts, **given))
     assert not (tmp_path / "out").exists()
 
 
@@ -116,7 +112,7 @@ def test_a_diverged_trial_is_the_worst(parts: dict[str, str]) -> None:
 
 
 def test_curves(parts: dict[str, str], tmp_path: Path) -> None:
-    out = curves.run(tmp_path, quick=True, progress=False, task="MRPC", preset="small", **parts)
+    out = curves.run(tmp_path, options(**parts))
     assert "The paper's curves are on QNLI" in (out / "table.md").read_text(encoding="utf-8")
     assert_unjudged(out)
     assert (out / "curves.png").stat().st_size > 5000
@@ -124,7 +120,7 @@ def test_curves(parts: dict[str, str], tmp_path: Path) -> None:
 
 def test_gradients(parts: dict[str, str], tmp_path: Path) -> None:
     data = tiny_mnli(tmp_path)
-    out = gradients.run(tmp_path / "out", quick=True, progress=False, preset="small", model=parts["model"], data=data)
+    out = gradients.run(tmp_path / "out", options(task="MNLI", model=parts["model"], data=data))
     found = json.loads((out / "results.json").read_text(encoding="utf-8"))
     assert list(found["rows"]) == list(gradients.ROWS)
     for cell in found["rows"]["bi2clip after BiClip"]:
@@ -197,8 +193,3 @@ def test_a_page_says_how_long_trials_were_and_where_they_did_not_look() -> None:
     assert "tried only in the upper half of its range, at 0.50 to 0.88 of the way" in page
     more = "\n".join(tuned.how({"plan": {**plan, "budget": 9}, "found": {}, "cells": []}, []))
     assert "upper half" not in more
-
-
-def test_what_studies_take_is_what_a_plan_can_be_adjusted_by() -> None:
-    adjustable = inspect.signature(tuned.adjusted).parameters
-    assert [*tuned.Asked.__annotations__] == [name for name in adjustable if name != "plan"]

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from tailopt.studies import overhead
+from tailopt.studies.study import StudyOptions
 from tests.studies.unjudged import assert_unjudged
 
 
 def test_measured_bytes_are_those_of_the_formula(tmp_path: Path) -> None:
-    out = overhead.run(tmp_path, quick=True, progress=False)
+    out = overhead.run(tmp_path, StudyOptions(quick=True, progress=False))
     found = json.loads((out / "results.json").read_text(encoding="utf-8"))
     assert [row["algorithm"] for row in found["rows"]] == ["avg-biclip", "avg-adam", "adam2"]
     for row in found["rows"]:

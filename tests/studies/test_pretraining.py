@@ -11,6 +11,7 @@ import torch
 import tailopt
 from tailopt.studies import pretraining
 from tailopt.studies.pretraining import NESTED, REFERENCE, SMALL, Plan, data_parallel, mean_loss, summarise
+from tailopt.studies.study import StudyOptions
 from tests.studies.unjudged import assert_unjudged
 
 pytest.importorskip("transformers")
@@ -75,7 +76,7 @@ def test_the_number_of_nodes_changes_no_token_of_a_step(plan: Plan):
 def test_a_study_runs_and_a_second_one_goes_on_with_it(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    out = pretraining.run(tmp_path / "out", plan=plan)
+    out = pretraining.run_plan(tmp_path / "out", plan)
     assert {path.name for path in out.iterdir()} >= {"table.md", "results.json", "pretraining.png", "cells.jsonl"}
     assert "15 runs of 6 steps of 8 blocks on cpu" in capsys.readouterr().err  # said before anything is trained
     results = json.loads((out / "results.json").read_text(encoding="utf-8"))
@@ -96,14 +97,14 @@ def test_a_study_runs_and_a_second_one_goes_on_with_it(
     record = out / "cells.jsonl"
     kept = record.read_bytes()
     record.write_bytes(kept[:-20])  # as if it had been killed while it wrote the last line
-    pretraining.run(out, plan=plan, progress=False)
+    pretraining.run_plan(out, plan, progress=False)
     assert again == [("bi2clip", 4)]
     assert (out / "table.md").read_text(encoding="utf-8") == table
 
 
 def test_a_quick_study_ranks_nothing(plan: Plan, tmp_path: Path):
     plan = replace(plan, algorithms=("diloco",))
-    out = pretraining.run(tmp_path / "out", quick=True, plan=plan, progress=False)
+    out = pretraining.run_plan(tmp_path / "out", plan, progress=False, judge=False)
     assert_unjudged(out)
     assert "by gap:" not in (out / "table.md").read_text(encoding="utf-8")
 
@@ -124,14 +125,14 @@ def test_gaps_are_percents_of_the_reference_with_the_same_nodes_and_seed(plan: P
 
 def test_blocks_that_cannot_be_dealt_out_are_refused(plan: Plan, tmp_path: Path):
     with pytest.raises(ValueError, match=r"Invalid blocks: got 6; need a multiple of 4, the number of nodes"):
-        pretraining.run(tmp_path, plan=replace(plan, blocks=6))
+        pretraining.run_plan(tmp_path, replace(plan, blocks=6))
 
 
 def test_algorithms_without_ranges_are_refused(plan: Plan, tmp_path: Path):
     with pytest.raises(ValueError, match=r"Invalid algorithms: got 'avg-sgd'; need some of diloco, adam2"):
-        pretraining.run(tmp_path, plan=replace(plan, algorithms=("diloco", "avg-sgd")))
+        pretraining.run_plan(tmp_path, replace(plan, algorithms=("diloco", "avg-sgd")))
 
 
 def test_a_study_without_data_says_so_before_anything_is_run(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=r"Invalid data: none are named. Give a folder of text files"):
-        pretraining.run(tmp_path, preset="small")
+        pretraining.run(tmp_path, StudyOptions(preset="small"))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tailopt.algorithms import algorithm
 from tailopt.engines.simulate import simulate
 from tailopt.studies import rates as study
+from tailopt.studies.study import StudyOptions
 from tailopt.tasks.gradient_noise import GradientNoise
 from tailopt.theory import theory
 from tests.studies.unjudged import assert_unjudged
@@ -20,7 +21,7 @@ from tests.studies.unjudged import assert_unjudged
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("matplotlib")
-    return study.run(tmp_path_factory.mktemp("rates"), quick=True, progress=False)
+    return study.run(tmp_path_factory.mktemp("rates"), StudyOptions(quick=True, progress=False))
 
 
 @given(st.floats(-2.0, -0.01), st.floats(1e-6, 1e6))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tailopt.studies import translation
+from tailopt.studies.study import StudyOptions
 from tailopt.studies.translation import ALGORITHMS, CORPORA, judge, labels, located
 from tests.studies.unjudged import assert_unjudged
 
@@ -75,7 +76,7 @@ def test_the_study_runs_and_goes_on(
     monkeypatch.setenv("TAILOPT_CACHE", str(tmp_path / "cache"))
     settings: dict[str, Any] = {"preset": "small", "data": str(corpora), "tokenizer": tokenizer, "device": "cpu"}
     settings["algorithms"] = "avg-sgd, bi2clip"
-    out = translation.run(tmp_path / "out", quick=True, progress=False, **settings)
+    out = translation.run(tmp_path / "out", StudyOptions(quick=True, progress=False, **settings))
     text = (out / "table.md").read_text(encoding="utf-8")
     assert [line for line in text.splitlines() if line.startswith("| bi2clip | ") and " / 29.41" in line]  # the paper's
     assert "TED (en-fr): stand-in, Multi30k instead of the paper's data" in text
@@ -87,7 +88,7 @@ def test_the_study_runs_and_goes_on(
     assert len(found["cells"]) == 6
     assert all(math.isfinite(run["metrics"]["loss"]) for cell in found["cells"] for run in cell["runs"])
     before = {path: path.stat().st_mtime_ns for path in (out / "cells").iterdir()}
-    translation.run(out, quick=True, progress=False, **settings)
+    translation.run(out, StudyOptions(quick=True, progress=False, **settings))
     assert {path: path.stat().st_mtime_ns for path in (out / "cells").iterdir()} == before
 
 

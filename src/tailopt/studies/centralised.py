@@ -12,15 +12,27 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tailopt.figures.style import band, pyplot
 from tailopt.records import disk
 from tailopt.studies.claims import Claim, judged
-from tailopt.studies.tuned import Asked, Column, Plan, adjusted, compare, how, look_of, over_seeds, page, table
+from tailopt.studies.study import StudyOptions
+from tailopt.studies.tuned import (
+    COMPARISON_OPTIONS,
+    Column,
+    Plan,
+    compare,
+    how,
+    look_of,
+    over_seeds,
+    page,
+    table,
+    with_options,
+)
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+SUMMARY = "BiClip, SGD and Adam on one node, SQuAD and CIFAR-100; half an hour in the preset small"
+OPTIONS = ("task", "preset", "model", "data", "nodes", *COMPARISON_OPTIONS)
 
 # task -> how it is called, and its metrics; the first is the one of the figure
 TASKS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -31,17 +43,7 @@ ALGORITHMS = ("avg-biclip", "avg-sgd", "avg-adam")
 CLAIM = "On one node BiClip reaches Adam's accuracy and speed, without state."
 
 
-def run(
-    out: Path,
-    *,
-    progress: bool = True,
-    task: str = "",
-    preset: str = "paper",
-    model: str = "",
-    data: str = "",
-    nodes: int | None = None,
-    **asked: Unpack[Asked],
-) -> Path:
+def run(out: Path, options: StudyOptions) -> Path:
     """Run what is not in `out` yet, and write table.md, results.json and centralised.png there.
 
     Args:
@@ -52,12 +54,12 @@ def run(
         data: a path or public name; where there are two tasks, a folder that holds squad and cifar100, as folders.
         nodes: None: one; else nested training over that many.
     """
-    tasks, parts = chosen(task), {}
+    tasks, parts = chosen(options.task or ""), {}
     for name in tasks:
-        plan = adjusted(planned(name, preset, model, data, nodes, len(tasks) > 1), **asked)
-        parts[name] = compare(plan, out / name, progress)
+        plan = with_options(planned(name, options, len(tasks) > 1), options)
+        parts[name] = compare(plan, out / name, options.progress)
         parts[name]["start"] = _start(plan, name, out / name / "start.json")
-    claims = None if asked.get("quick") else [judge(parts)]
+    claims = None if options.quick else [judge(parts)]
     written = {"parts": parts, "claims": [asdict(claim) for claim in claims or ()]}
     disk.replace(out / "results.json", (json.dumps(written, indent=1) + "\n").encode())
     disk.replace(out / "table.md", report(parts, claims).encode())
@@ -79,14 +81,12 @@ def chosen(task: str) -> list[str]:
     return [name for name in TASKS if name in asked]
 
 
-def planned(name: str, preset: str, model: str, data: str, nodes: int | None, several: bool) -> Plan:
+def planned(name: str, options: StudyOptions, several: bool) -> Plan:
     """What is run of one task."""
-    if nodes is not None and (not isinstance(nodes, int) or nodes < 1):
-        raise ValueError(f"Invalid nodes: got {nodes!r}; need a whole number, 1 or more.")
-    small = preset == "small"
-    over: dict[str, Any] = {"pretrained": model} if model and not (several and name != "squad") else {}
-    if data:
-        over["data"] = inside(data, name) if several else data
+    preset, small, nodes = options.preset or "paper", options.small, options.nodes
+    over: dict[str, Any] = {"pretrained": options.model} if options.model and not (several and name != "squad") else {}
+    if options.data:
+        over["data"] = inside(options.data, name) if several else options.data
     scratch = name == "cifar100" and small and "pretrained" not in over
     return Plan(
         {TASKS[name][0]: Column(name, preset, over)},

@@ -30,10 +30,14 @@ from tailopt.optional import missing
 from tailopt.progress import Progress
 from tailopt.records import disk
 from tailopt.studies.claims import Claim, claim_lines, judged
+from tailopt.studies.study import StudyOptions
 from tailopt.sweeps.search import Point, Range, Trial, best, describe, search
 from tailopt.sweeps.space import Space, settings
 from tailopt.sweeps.stacked import Batches, errors
 from tailopt.tasks.synthetic import Synthetic
+
+SUMMARY = "linear regression under noise of every tail, all algorithms, tuned alike; an hour"
+OPTIONS: tuple[str, ...] = ()
 
 NOISES: Mapping[str, Mapping[str, Any]] = {
     "no noise": {"noise": "none"},
@@ -109,13 +113,13 @@ QUICK = Plan(
 )
 
 
-def run(out: Path, *, quick: bool = False, progress: bool = True, plan: Plan | None = None) -> Path:
+def run(out: Path, options: StudyOptions) -> Path:
     """Run the study, or what of it is missing in `out`; writes table.md, results.json and the figures there."""
-    plan = plan or (QUICK if quick else Plan())
+    plan = QUICK if options.quick else Plan()
     out.mkdir(parents=True, exist_ok=True)
     cells = [(f, n, a) for f in plan.features for n in plan.noises for a in plan.algorithms]
     found: dict[str, Any] = {"plan": asdict(plan), "cells": [], "references": {}, "checks": []}
-    with Progress(progress) as bar:
+    with Progress(options.progress) as bar:
         batches: dict[tuple[str, str], tuple[Batches, Batches]] = {}
         for number, (features, noise, name) in enumerate(cells, 1):
             where = out / "cells" / f"{features}-{_slug(noise)}-{name}.json"
@@ -138,7 +142,7 @@ def run(out: Path, *, quick: bool = False, progress: bool = True, plan: Plan | N
                 disk.replace(where, json.dumps(_check(plan, _find(found, "syntoken", HEAVY, name))).encode())
             found["checks"].append(json.loads(where.read_text(encoding="utf-8")))
             bar.update(number, len(HEADLINE), f"by tailopt.simulate: {name}")
-    claims = None if quick else _claims(found)
+    claims = None if options.quick else _claims(found)
     found["claims"] = [asdict(claim) for claim in claims or ()]
     disk.replace(out / "results.json", json.dumps(found).encode())
     disk.replace(out / "table.md", report(found, claims).encode())

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tailopt.figures.style import pyplot
 from tailopt.studies.claims import Claim, judged
 from tailopt.studies.glue import FEWER, METRICS, labels
+from tailopt.studies.study import StudyOptions
 from tailopt.studies.tuned import (
-    Asked,
+    COMPARISON_OPTIONS,
     Column,
     Plan,
-    adjusted,
     compare,
     finished,
     how,
@@ -28,10 +28,11 @@ from tailopt.studies.tuned import (
     page,
     slug,
     table,
+    with_options,
 )
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+SUMMARY = "convergence on a GLUE task: L2 clipping, adaptivity, BiClip; twenty minutes in the preset small"
+OPTIONS = ("task", "preset", "model", "data", *COMPARISON_OPTIONS)
 
 PANELS: Mapping[str, Sequence[str]] = {
     "(a) L2 clipping": ("avg-sgd", "avg-l2clip", "adam-sgd", "adam-l2clip"),
@@ -42,20 +43,11 @@ ALL = tuple(dict.fromkeys(name for names in PANELS.values() for name in names))
 SMALL = ("avg-sgd", "avg-l2clip", "avg-adam", "adam2", "avg-biclip", "bi2clip")  # two in each panel at least
 
 
-def run(
-    out: Path,
-    *,
-    progress: bool = True,
-    task: str = "QNLI",
-    preset: str = "paper",
-    model: str = "",
-    data: str = "",
-    **asked: Unpack[Asked],
-) -> Path:
+def run(out: Path, options: StudyOptions) -> Path:
     """Run what is not in `out` yet, and write table.md, results.json and curves.png there; options as in `glue.run`."""
-    (label,) = labels(task)[:1]
-    over = {key: value for key, value in (("pretrained", model), ("data", data)) if value}
-    small = preset == "small"
+    (label,) = labels(options.task or "QNLI")[:1]
+    preset, small = options.preset or "paper", options.small
+    over = {key: value for key, value in (("pretrained", options.model), ("data", options.data)) if value}
     plan = Plan(
         {label: Column(f"glue/{slug(label).replace('-', '')}", preset, over)},
         algorithms=SMALL if small else ALL,
@@ -64,9 +56,9 @@ def run(
         run=FEWER if small else {},
         tuning={"rounds": 1} if small else {"rounds": 3},
     )
-    plan = adjusted(plan, **asked)
-    found = compare(plan, out, progress)
-    claims = None if asked.get("quick") else judge(found, label)
+    plan = with_options(plan, options)
+    found = compare(plan, out, options.progress)
+    claims = None if options.quick else judge(found, label)
     body = [f"{label}, validation, percent: {over_seeds(found)}.", "", *table(found, METRICS), ""]
     stand_in = [] if label == "QNLI" else [f"The paper's curves are on QNLI; these are on {label}."]
     finished(out, found, claims, page("Convergence", [*body, *how(found, stand_in)], claims))

@@ -31,8 +31,12 @@ from tailopt.records import disk, history
 from tailopt.rounds.participants import Chooser
 from tailopt.seeds import generator
 from tailopt.studies.claims import Claim, claim_lines, judged
+from tailopt.studies.study import StudyOptions
 from tailopt.tasks.synthetic import draw_noise
 from tailopt.theory import Theory, theory
+
+SUMMARY = "nodes that drop out: harmless, or a biased limit; minutes"
+OPTIONS: tuple[str, ...] = ()
 
 CLAIM = "Node failures are harmless while the objective is preserved in expectation, and bias the limit otherwise."
 
@@ -76,7 +80,7 @@ FULL = Plan()
 QUICK = Plan(rounds=8, seeds=(0, 1))
 
 
-def run(out: Path, *, quick: bool = False, progress: bool = True) -> Path:
+def run(out: Path, options: StudyOptions) -> Path:
     """Run what is not in `out` yet, and write the table, the results and the figure there.
 
     Args:
@@ -87,10 +91,10 @@ def run(out: Path, *, quick: bool = False, progress: bool = True) -> Path:
     Returns:
         The folder, with `table.md`, `results.json` and `failures.png`.
     """
-    plan = QUICK if quick else FULL
+    plan = QUICK if options.quick else FULL
     out.mkdir(parents=True, exist_ok=True)
-    cells = _cells(out / "cells.jsonl", plan, progress)
-    results = summarise(plan, cells, judge=not quick)
+    cells = _cells(out / "cells.jsonl", plan, options.progress)
+    results = summarise(plan, cells, judge=not options.quick)
     disk.replace(out / "results.json", (json.dumps(results, indent=1) + "\n").encode())
     disk.replace(out / "table.md", report(plan, results).encode())
     figure(results, out / "failures.png")

@@ -8,16 +8,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tailopt.algorithms import ALGORITHMS
 from tailopt.paper import results
 from tailopt.studies.claims import Claim, above, judged
+from tailopt.studies.study import StudyOptions
 from tailopt.studies.tuned import (
-    Asked,
+    COMPARISON_OPTIONS,
     Column,
     Plan,
-    adjusted,
     compare,
     curves,
     finished,
@@ -27,10 +27,11 @@ from tailopt.studies.tuned import (
     page,
     table,
     values,
+    with_options,
 )
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+SUMMARY = "the GLUE table: an encoder over ten nodes; ten minutes a task in the preset small, else days"
+OPTIONS = ("task", "preset", "model", "data", *COMPARISON_OPTIONS)
 
 # label -> the metrics of its cells, the first is the one of the figure
 METRICS: Mapping[str, Sequence[str]] = {
@@ -49,27 +50,11 @@ SMALL = ("avg-sgd", "avg-adam", "avg-biclip")
 FEWER: Mapping[str, Any] = {"rounds": 3, "local_steps": 4}
 
 
-def run(
-    out: Path,
-    *,
-    progress: bool = True,
-    task: str = "",
-    preset: str = "paper",
-    model: str = "",
-    data: str = "",
-    **asked: Unpack[Asked],
-) -> Path:
-    """Run what is not in `out` yet, and write table.md, results.json and glue.png there.
-
-    Args:
-        task: labels with commas, such as "MRPC, CoLA"; empty: the paper's eight.
-        preset: "paper": ten rounds of an epoch, eight trials and three seeds for each of eighteen algorithms, GPU-days
-            in all; "small": three algorithms, ten minutes.
-        model, data: folders or public names instead of the preset's.
-    """
-    over = {key: value for key, value in (("pretrained", model), ("data", data)) if value}
-    columns = {label: Column(_named(label), preset, over) for label in labels(task)}
-    small = preset == "small"
+def run(out: Path, options: StudyOptions) -> Path:
+    """Run what is not in `out` yet, and write table.md, results.json and glue.png there."""
+    preset, small = options.preset or "paper", options.small
+    over = {key: value for key, value in (("pretrained", options.model), ("data", options.data)) if value}
+    columns = {label: Column(_named(label), preset, over) for label in labels(options.task or "")}
     plan = Plan(
         columns,
         algorithms=SMALL if small else tuple(ALGORITHMS),
@@ -78,9 +63,9 @@ def run(
         run=FEWER if small else {},
         tuning={"rounds": 1} if small else {"rounds": 3},
     )
-    plan = adjusted(plan, **asked)
-    found = compare(plan, out, progress)
-    claims = None if asked.get("quick") else judge(found)
+    plan = with_options(plan, options)
+    found = compare(plan, out, options.progress)
+    claims = None if options.quick else judge(found)
     finished(out, found, claims, report(found, claims))
     title = f"GLUE, {plan.nodes(next(iter(columns)))} nodes: validation by round"
     curves(found, {label: METRICS[label][0] for label in columns}, out / "glue.png", title)

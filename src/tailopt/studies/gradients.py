@@ -32,7 +32,11 @@ from tailopt.records import disk
 from tailopt.seeds import generator
 from tailopt.studies.claims import Claim, claim_lines, judged
 from tailopt.studies.glue import labels
-from tailopt.studies.tuned import Column, place, slug
+from tailopt.studies.study import StudyOptions, resolve_device
+from tailopt.studies.tuned import Column, slug
+
+SUMMARY = "gradients on MNLI before and after clipping, by round; minutes in the preset small"
+OPTIONS = ("task", "preset", "model", "data", "device")
 
 # the paper's best settings on MNLI; their learning rates are those of its figure
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -59,37 +63,28 @@ class Plan:
     seed: int = 0
 
 
-def run(
-    out: Path,
-    *,
-    quick: bool = False,
-    progress: bool = True,
-    task: str = "MNLI",
-    preset: str = "paper",
-    model: str = "",
-    data: str = "",
-    device: str | None = None,
-) -> Path:
+def run(out: Path, options: StudyOptions) -> Path:
     """Follow the gradients of three algorithms, and write table.md, results.json and gradients.png into `out`."""
-    (label,) = labels(task)[:1]
-    over = {key: value for key, value in (("pretrained", model), ("data", data)) if value}
+    (label,) = labels(options.task or "MNLI")[:1]
+    preset = options.preset or "paper"
+    over = {key: value for key, value in (("pretrained", options.model), ("data", options.data)) if value}
     column = Column(f"glue/{slug(label).replace('-', '')}", preset, over)
-    plan = Plan(column, local_steps=3) if preset == "small" else Plan(column)
-    if quick:
+    plan = Plan(column, local_steps=3) if options.small else Plan(column)
+    if options.quick:
         plan = Plan(column, rounds=2, nodes=2, local_steps=2, coordinates=500, batch_size=2)
     out.mkdir(parents=True, exist_ok=True)
     followed: dict[str, Followed] = {}
-    with Progress(progress) as bar:
+    with Progress(options.progress) as bar:
         each = plan.rounds * plan.nodes * plan.local_steps
 
         def tick(name: str, steps: int) -> None:
             bar.update(len(followed) * each + steps, len(SETTINGS) * each, name)
 
         for name in SETTINGS:
-            followed[name] = follow(plan, name, place(device), functools.partial(tick, name))
+            followed[name] = follow(plan, name, resolve_device(options.device), functools.partial(tick, name))
     rows = seen(plan, followed)
     found = summarise(plan, rows)
-    claims = None if quick else [judge(found)]
+    claims = None if options.quick else [judge(found)]
     found["claim"] = asdict(claims[0]) if claims else None
     disk.replace(out / "results.json", (json.dumps(found, indent=1) + "\n").encode())
     disk.replace(out / "table.md", report(found, label, claims).encode())

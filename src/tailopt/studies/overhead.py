@@ -33,22 +33,26 @@ from tailopt.figures.style import pyplot
 from tailopt.progress import Progress
 from tailopt.records import disk
 from tailopt.studies.claims import Claim, claim_lines, judged
+from tailopt.studies.study import StudyOptions
 from tailopt.studies.tuned import SPACES
 from tailopt.sweeps.search import point
 from tailopt.sweeps.space import settings
+
+SUMMARY = "memory, traffic and time of all algorithms, measured and by formula; minutes"
+OPTIONS: tuple[str, ...] = ()
 
 NODES, ROUNDS, PARAMETERS = 2, 3, 4_000_000
 # bytes a parameter of a rule's state
 STATE = {"adagrad": 4, "rmsprop": 4, "adam": 8, "adamw": 8, "nesterov": 4}
 
 
-def run(out: Path, *, quick: bool = False, progress: bool = True) -> Path:
+def run(out: Path, options: StudyOptions) -> Path:
     """Measure every algorithm that is not in `out` yet, and write table.md, results.json and overhead.png there."""
     out.mkdir(parents=True, exist_ok=True)
-    parameters = 100_000 if quick else PARAMETERS
-    names = ("avg-biclip", "avg-adam", "adam2") if quick else tuple(ALGORITHMS)
+    parameters = 100_000 if options.quick else PARAMETERS
+    names = ("avg-biclip", "avg-adam", "adam2") if options.quick else tuple(ALGORITHMS)
     rows = []
-    with Progress(progress) as bar:
+    with Progress(options.progress) as bar:
         for number, name in enumerate(names, 1):
             where = out / "cells" / f"{name}-{parameters}.json"
             if not where.is_file():
@@ -56,7 +60,7 @@ def run(out: Path, *, quick: bool = False, progress: bool = True) -> Path:
                 disk.replace(where, (json.dumps(measured(name, parameters)) + "\n").encode())
             rows.append({"algorithm": name, **json.loads(where.read_text(encoding="utf-8")), "formula": formula(name)})
             bar.update(number, len(names), name)
-    claims = None if quick else [judge(rows)]
+    claims = None if options.quick else [judge(rows)]
     found: dict[str, Any] = {"parameters": parameters, "nodes": NODES, "rows": rows}
     found["claim"] = asdict(claims[0]) if claims else None
     disk.replace(out / "results.json", (json.dumps(found, indent=1) + "\n").encode())

@@ -34,10 +34,14 @@ from tailopt.rounds.settle import EveryoneExcluded
 from tailopt.splits.loaders import node_data
 from tailopt.studies import tuned
 from tailopt.studies.claims import UNJUDGED
+from tailopt.studies.study import StudyOptions, resolve_device
 from tailopt.sweeps.search import Point, Range, best, search
 from tailopt.sweeps.space import Space, settings
 from tailopt.tasks.language import Language
 from tailopt.tasks.table import task
+
+SUMMARY = "DiLoCo and others against data-parallel training; ten minutes in the preset small"
+OPTIONS = ("preset", "tokenizer", "data", "algorithms", "seeds", "budget", "device")
 
 REFERENCE = "data-parallel"
 NESTED = ("diloco", "adam2", "rmsprop-biclip", "bi2clip")
@@ -102,7 +106,7 @@ class Plan:
 
     def place(self) -> str:
         """Where it runs."""
-        return tuned.place(self.device)
+        return resolve_device(self.device)
 
     def key(self) -> str:
         """A name for results of this plan; what only says how much of it is run is left out."""
@@ -114,20 +118,7 @@ class Plan:
 SMALL = Plan("small", blocks=16, budget=5, seeds=(0, 1))
 
 
-def run(
-    out: Path,
-    *,
-    quick: bool = False,
-    progress: bool = True,
-    preset: str = "paper",
-    tokenizer: str = "",
-    data: str = "",
-    algorithms: str | None = None,
-    seeds: int | None = None,
-    budget: int | None = None,
-    device: str | None = None,
-    plan: Plan | None = None,
-) -> Path:
+def run(out: Path, options: StudyOptions) -> Path:
     """Run what is not in `out` yet, and write table.md, results.json and pretraining.png there.
 
     Args:
@@ -137,13 +128,19 @@ def run(
         data: a folder of text files.
         plan: instead of all these.
     """
-    if plan is None:
-        plan = replace(SMALL if preset == "small" else Plan(preset), data=data, tokenizer=tokenizer, device=device)
-        if algorithms:
-            plan = replace(plan, algorithms=tuple(algorithm_name(name.strip()) for name in algorithms.split(",")))
-        plan = replace(plan, budget=budget or plan.budget, seeds=tuple(range(seeds)) if seeds else plan.seeds)
-        if quick:
-            plan = replace(plan, budget=1, seeds=(0,), counts=(2, 4), rounds=2, local_steps=2)
+    base = SMALL if options.small else Plan(options.preset or "paper")
+    plan = replace(base, data=options.data or "", tokenizer=options.tokenizer or "", device=options.device)
+    if options.algorithms:
+        plan = replace(plan, algorithms=tuple(algorithm_name(name.strip()) for name in options.algorithms.split(",")))
+    seeds = tuple(range(options.seeds)) if options.seeds else plan.seeds
+    plan = replace(plan, budget=options.budget or plan.budget, seeds=seeds)
+    if options.quick:
+        plan = replace(plan, budget=1, seeds=(0,), counts=(2, 4), rounds=2, local_steps=2)
+    return run_plan(out, plan, progress=options.progress, judge=not options.quick)
+
+
+def run_plan(out: Path, plan: Plan, *, progress: bool = True, judge: bool = True) -> Path:
+    """Run a plan; without `judge` the table ranks nothing."""
     uneven = [n for n in (*plan.counts, TUNED_AT) if plan.blocks % n]
     if uneven:
         raise ValueError(f"Invalid blocks: got {plan.blocks}; need a multiple of {uneven[0]}, the number of nodes.")
@@ -157,7 +154,7 @@ def run(
         cells = _cells(plan, chosen, out / "cells.jsonl", bar.update)
     results = summarise(plan, chosen, cells)
     disk.replace(out / "results.json", (json.dumps(results, indent=1) + "\n").encode())
-    disk.replace(out / "table.md", report(results, judge=not quick).encode())
+    disk.replace(out / "table.md", report(results, judge=judge).encode())
     figure(results, out / "pretraining.png")
     return out
 

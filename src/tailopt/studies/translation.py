@@ -11,15 +11,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tailopt.paper import results
 from tailopt.studies.claims import Claim, judged
+from tailopt.studies.study import StudyOptions
 from tailopt.studies.tuned import (
-    Asked,
+    COMPARISON_OPTIONS,
     Column,
     Plan,
-    adjusted,
     compare,
     curves,
     finished,
@@ -30,10 +30,11 @@ from tailopt.studies.tuned import (
     slug,
     table,
     values,
+    with_options,
 )
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+SUMMARY = "BLEU and METEOR of a T5 over three nodes; half an hour in the preset small"
+OPTIONS = ("task", "preset", "model", "tokenizer", "data", *COMPARISON_OPTIONS)
 
 ALGORITHMS = ("avg-sgd", "avg-l2clip", "bi2clip", "adam2")
 
@@ -62,17 +63,7 @@ CORPORA: Mapping[str, Corpus] = {
 }
 
 
-def run(
-    out: Path,
-    *,
-    progress: bool = True,
-    task: str = "",
-    preset: str = "paper",
-    model: str = "",
-    tokenizer: str = "",
-    data: str = "",
-    **asked: Unpack[Asked],
-) -> Path:
+def run(out: Path, options: StudyOptions) -> Path:
     """Run what is not in `out` yet, and write table.md, results.json and translation.png there.
 
     Args:
@@ -83,12 +74,12 @@ def run(
         data: a folder of corpora by their files' names (ted-en-de, news-commentary-en-fr, ... or stand-ins such as
             multi30k.zip), or one corpus for all columns.
     """
-    chosen = labels(task)
-    small = preset == "small"
+    chosen = labels(options.task or "")
+    preset, small = options.preset or "paper", options.small
     columns, standing = {}, {}
     for label in chosen:
-        path, stand_in = located(label, data)
-        given = {"pretrained": model, "tokenizer": tokenizer, "data": path}
+        path, stand_in = located(label, options.data or "")
+        given = {"pretrained": options.model, "tokenizer": options.tokenizer, "data": path}
         over: dict[str, Any] = {key: value for key, value in given.items() if value}
         if small:
             over["evaluated"] = 64  # one batch: decoding takes longer than training otherwise
@@ -98,16 +89,16 @@ def run(
     plan = Plan(
         columns,
         algorithms=ALGORITHMS,
-        space="scratch" if small and not model else "fine-tuning",
+        space="scratch" if small and not options.model else "fine-tuning",
         budget=3 if small else 8,
         seeds=(0,) if small else (0, 1, 2),
         run={"rounds": 3, "local_steps": 20} if small else {},
         tuning={"rounds": 1} if small else {},
     )
-    plan = adjusted(plan, **asked)
-    found = compare(plan, out, progress)
+    plan = with_options(plan, options)
+    found = compare(plan, out, options.progress)
     found["stand_ins"] = standing
-    claims = None if asked.get("quick") else judge(found)
+    claims = None if options.quick else judge(found)
     finished(out, found, claims, report(found, claims))
     shown = "loss" if small else "bleu"
     title = f"Translation, {plan.nodes(chosen[0])} nodes: validation by round"

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
@@ -31,11 +31,14 @@ from tailopt.progress import Progress
 from tailopt.records import disk
 from tailopt.rounds.settle import EveryoneExcluded
 from tailopt.studies.claims import Claim, claim_lines
+from tailopt.studies.study import StudyOptions, resolve_device
 from tailopt.sweeps.search import Point, Range, best, describe, point, search
 from tailopt.sweeps.space import Space, settings
 from tailopt.tasks.table import task
 from tailopt.tasks.task import Task
 
+# options that every study which compares algorithms takes, besides its own
+COMPARISON_OPTIONS = ("algorithms", "seeds", "budget", "settings", "device")
 _SHARE, _EPS = Range(0.03, 1.0), Range(1e-8, 1e-5)
 _NESTEROV = {"olr": Range(0.3, 1.0), "momentum": Range(0.3, 0.9, log=False)}
 # Weights that were trained before move by 1e-5 to 1e-3 a step, those that start at random by more. Outside, BiClip is
@@ -129,7 +132,7 @@ class Plan:
 
     def place(self) -> str:
         """Where it runs."""
-        return place(self.device)
+        return resolve_device(self.device)
 
     def arguments(self, column: str, tuning: bool = False) -> dict[str, Any]:
         """The arguments of `simulate` that say how much is run."""
@@ -148,75 +151,26 @@ class Plan:
         return int(self.run.get("nodes", self.columns[column].made("validation").defaults.nodes))
 
 
-def place(device: str | None) -> str:
-    """Where a study runs: as asked, else on a GPU where there is one.
+def with_options(plan: Plan, options: StudyOptions) -> Plan:
+    """A plan with what a user asked for; `quick` shows that the study works and nothing more.
 
     Examples:
-        >>> place("abacus")
-        Traceback (most recent call last):
-        ValueError: Invalid device: 'abacus' cannot be used here; leave it out to take what is there.
-    """
-    if device is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        raise ValueError(
-            f"Invalid device: {device!r} cannot be used here; leave it out to take what is there."
-        ) from error
-    return device
-
-
-class Asked(TypedDict, total=False):
-    """What every study that compares takes, by name; `adjusted` says what each does."""
-
-    quick: bool
-    algorithms: str | None
-    seeds: int | None
-    budget: int | None
-    settings: str | None
-    device: str | None
-
-
-def adjusted(
-    plan: Plan,
-    *,
-    quick: bool = False,
-    algorithms: str | None = None,
-    seeds: int | None = None,
-    budget: int | None = None,
-    settings: str | None = None,
-    device: str | None = None,
-) -> Plan:
-    """A plan with what a user asked for instead; `quick` shows that it works and nothing more.
-
-    Args:
-        algorithms: names with commas.
-        seeds: how many.
-        settings: "tune", "paper", or the results.json of an earlier study.
-
-    Examples:
-        >>> adjusted(Plan({}, ("avg-sgd",)), algorithms="bi2clip, adam2", seeds=2).algorithms
+        >>> with_options(Plan({}, ("avg-sgd",)), StudyOptions(algorithms="bi2clip, adam2", seeds=2)).algorithms
         ('bi2clip', 'adam2')
     """
-    if quick:
+    if options.quick:
         few = {label: replace(c, settings={**c.settings, **FEW}) for label, c in plan.columns.items()}
         plan = replace(plan, columns=few, algorithms=plan.algorithms[:2], budget=1, seeds=(0,), tuning={})
         plan = replace(plan, run={**QUICK, **plan.run, "rounds": 1, "local_steps": 1})
-    if algorithms:
-        names = tuple(algorithm_name(name.strip()) for name in algorithms.split(","))
+    if options.algorithms:
+        names = tuple(algorithm_name(name.strip()) for name in options.algorithms.split(","))
         plan = replace(plan, algorithms=names)
-    for what, number in (("seeds", seeds), ("budget", budget)):
-        if number is not None and (not isinstance(number, int) or number < 1):
-            raise ValueError(f"Invalid {what}: got {number!r}; need a whole number, 1 or more.")
-    if settings not in (None, "tune", "paper") and not Path(str(settings)).is_file():
-        raise ValueError(f'Invalid settings: got {settings!r}; need "tune", "paper" or the results.json of a study.')
     return replace(
         plan,
-        seeds=tuple(range(seeds)) if seeds else plan.seeds,
-        budget=budget or plan.budget,
-        source=settings or plan.source,
-        device=device or plan.device,
+        seeds=tuple(range(options.seeds)) if options.seeds else plan.seeds,
+        budget=options.budget or plan.budget,
+        source=options.settings or plan.source,
+        device=options.device or plan.device,
     )
 
 
