@@ -16,7 +16,7 @@ import torch
 from tailopt.progress import Progress
 from tailopt.studies.convex import HEAVY, Plan, tune
 from tailopt.sweeps.search import best
-from tailopt.sweeps.space import settings
+from tailopt.sweeps.space import settings_at
 from tailopt.sweeps.stacked import Batches
 
 ALGORITHMS = (
@@ -44,7 +44,7 @@ def main() -> None:
             trial = best(tune(PLAN, name, data), f"error@{rounds}")
             error = math.exp(trial.values[f"error@{rounds}"])
             found[name] = {
-                "settings": {key: float(f"{value:.4g}") for key, value in settings(trial.point).items()},
+                "settings": {key: float(f"{value:.4g}") for key, value in settings_at(trial.point).items()},
                 "trial": trial.number,
                 "error on the tuning seeds": float(f"{error:.4g}"),
             }

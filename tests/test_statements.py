@@ -11,7 +11,9 @@ import pytest
 
 from tailopt.cli.main import main
 from tailopt.paper import paper_settings
-from tailopt.studies import drops, tuned
+from tailopt.studies import drops
+from tailopt.studies.protocol import one_sided_draws
+from tailopt.studies.search_spaces import SPACES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = sorted((ROOT / "docs" / "results").rglob("*.md"))
@@ -56,14 +58,14 @@ def test_what_cannot_be_told_is_not_judged(page: str, number: int) -> None:
 def test_a_page_of_a_one_sided_search_says_so(page: str) -> None:
     text = flat(f"docs/results/{page}")
     budget = int(re.findall(r"tuned by (\d+) random settings", text)[0])
-    assert tuned.one_sided(budget) and "only in the upper half of its range" in text
+    assert one_sided_draws(budget) and "only in the upper half of its range" in text
 
 
 def test_the_page_of_mrpc_says_rightly_whose_best_settings_lie_outside_the_ranges() -> None:
     text = flat("docs/results/glue-mrpc.md")
     assert "outside the ranges searched here for six of the ten algorithms" in text
     names = re.findall(r"\| ([a-z0-9-]+) \| MRPC \|", text)
-    space = tuned.SPACES["fine-tuning"]
+    space = SPACES["fine-tuning"]
     outside = []
     for name in names:
         with warnings.catch_warnings():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tailopt.studies import centralised
+from tailopt.studies.comparison import AlgorithmResult, Comparison, ComparisonPlan, SeedRun, TaskSpec
 from tailopt.studies.study import StudyOptions
 from tailopt.tasks import table
 from tailopt.tasks.task import Defaults
@@ -76,6 +77,13 @@ def run(out: Path, data: Path, llama: str, **settings: Any) -> dict[str, Any]:
     return found
 
 
+def curves_in(part: dict[str, Any], name: str, algorithm: str) -> list[list[float]]:
+    """What a figure shows of one part of results.json: the start, then the first metric of every evaluation."""
+    metric = centralised.TASKS[name][1][0]
+    (cell,) = [cell for cell in part["cells"] if cell["algorithm"] == algorithm]
+    return [[part["start"][metric], *(row[metric] for row in run["curve"])] for run in cell["runs"]]
+
+
 @pytest.mark.usefixtures("tiny")
 def test_the_study_runs_both_tasks_and_goes_on_with_what_is_there(tmp_path: Path, data: Path, llama: str) -> None:
     found = run(tmp_path, data, llama)
@@ -83,7 +91,7 @@ def test_the_study_runs_both_tasks_and_goes_on_with_what_is_there(tmp_path: Path
     for name, part in found["parts"].items():
         assert [cell["algorithm"] for cell in part["cells"]] == ["avg-biclip", "avg-sgd", "avg-adam"]
         for algorithm in centralised.ALGORITHMS:
-            curves = centralised.lines(part, name, algorithm)
+            curves = curves_in(part, name, algorithm)
             assert len(curves) == 2 and all(len(curve) == 3 and curve[0] == curves[0][0] for curve in curves)
         assert part["plan"]["fixed"] == {"avg-adam": {"inner_state": "keep"}}
     assert found["parts"]["squad"]["plan"]["space"] == "fine-tuning"
@@ -99,10 +107,10 @@ def test_the_study_runs_both_tasks_and_goes_on_with_what_is_there(tmp_path: Path
     ):
         assert text in page, text
     assert (tmp_path / "centralised.png").stat().st_size > 10_000
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("cells/*.json")}
-    assert len(before) == 12
+    before = {path: path.read_bytes() for path in tmp_path.rglob("cells.jsonl")}
+    assert [len(lines.splitlines()) for lines in before.values()] == [6, 6]
     assert run(tmp_path, data, llama) == found
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("cells/*.json")} == before
+    assert {path: path.read_bytes() for path in tmp_path.rglob("cells.jsonl")} == before
 
 
 @pytest.mark.usefixtures("tiny")
@@ -111,7 +119,7 @@ def test_nested(tmp_path: Path, data: Path) -> None:
     (part,) = found["parts"].values()
     assert part["plan"]["run"] == {"nodes": 4} and part["plan"]["fixed"] == {}
     page = (tmp_path / "table.md").read_text()
-    assert "4 node(s)" in page and "made anew in every round" in page and "nested" in page
+    assert "4 node(s)" in page and "new in every round" in page and "nested" in page
     assert "Claim 11: cannot tell" in page  # of one seed
 
 
@@ -121,12 +129,14 @@ def test_a_quick_study_judges_nothing(tmp_path: Path, data: Path) -> None:
     assert_unjudged(tmp_path)
 
 
-def part(biclip: list[list[float]], adam: list[list[float]]) -> dict[str, Any]:
-    def cell(name: str, curves: list[list[float]]) -> dict[str, Any]:
-        runs = [{"metrics": {"accuracy": c[-1]}, "curve": [{"accuracy": v} for v in c]} for c in curves]
-        return {"column": "CIFAR-100", "algorithm": name, "runs": runs}
+def part(biclip: list[list[float]], adam: list[list[float]]) -> centralised.TaskResults:
+    def cell(name: str, curves: list[list[float]]) -> AlgorithmResult:
+        runs = [SeedRun(0, {"accuracy": c[-1]}, [{"accuracy": v} for v in c], [], 0.0) for c in curves]
+        return AlgorithmResult("CIFAR-100", name, {}, [], tuple(runs))
 
-    return {"start": {"accuracy": 1.0}, "cells": [cell("avg-biclip", biclip), cell("avg-adam", adam)]}
+    plan = ComparisonPlan({"CIFAR-100": TaskSpec("cifar100")}, ("avg-biclip", "avg-adam"))
+    results = Comparison(plan, {}, (cell("avg-biclip", biclip), cell("avg-adam", adam)))
+    return centralised.TaskResults("cifar100", results, {"accuracy": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -143,7 +153,7 @@ def part(biclip: list[list[float]], adam: list[list[float]]) -> dict[str, Any]:
 def test_the_claim_is_judged_by_end_and_by_speed(
     biclip: list[list[float]], adam: list[list[float]], verdict: str
 ) -> None:
-    assert centralised.judge({"cifar100": part(biclip, adam)}).verdict == verdict
+    assert centralised.evaluate_claim([part(biclip, adam)]).verdict == verdict
 
 
 def test_options_that_make_no_sense(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 from tailopt.algorithms import ALGORITHMS, algorithm
 from tailopt.studies import convex
 from tailopt.studies.study import StudyOptions
-from tailopt.sweeps.search import point
-from tailopt.sweeps.space import settings
+from tailopt.sweeps.search import draw_point
+from tailopt.sweeps.space import settings_at
 from tests.studies.unjudged import assert_unjudged
 
 pytest.importorskip("sklearn", reason="the studies' extra is not installed")
@@ -24,7 +24,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_has_ranges_that_give_its_settings(name: str) -> None:
     for i in range(20):
-        algorithm(name, **settings(point(convex.SPACE.ranges(name), 0, i)))
+        algorithm(name, **settings_at(draw_point(convex.SPACE.ranges(name), 0, i)))
 
 
 def test_the_study_writes_what_it_says(finished: Path) -> None:

@@ -1,14 +1,25 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tailopt.paper import paper_settings
-from tailopt.studies import curves, glue, gradients, tuned
+from tailopt.studies import comparison_runs, curves, glue, gradients
+from tailopt.studies.comparison import (
+    QUICK_RUN,
+    AlgorithmResult,
+    Comparison,
+    ComparisonPlan,
+    SeedRun,
+    TaskSpec,
+)
 from tailopt.studies.study import StudyOptions
+from tailopt.studies.tables import methods_section
 from tests.studies.encoders import tiny_encoder, tiny_mnli, tiny_mrpc
 from tests.studies.unjudged import assert_unjudged
 
@@ -55,10 +66,25 @@ def test_the_study_writes_table_results_and_figure(finished: Path) -> None:
 
 
 def test_what_is_there_is_not_run_again_and_more_seeds_go_on(parts: dict[str, str], finished: Path) -> None:
-    first = {path.name: path.stat().st_mtime_ns for path in (finished / "cells").iterdir()}
+    first = (finished / "cells.jsonl").read_bytes()
     glue.run(finished, options(seeds=2, **parts))
-    second = {path.name: path.stat().st_mtime_ns for path in (finished / "cells").iterdir()}
-    assert len(second) == 2 * len(first) and first.items() <= second.items()
+    second = (finished / "cells.jsonl").read_bytes()
+    assert second.startswith(first) and len(second.splitlines()) == 2 * len(first.splitlines())
+
+
+def test_a_folder_of_an_older_version_is_read(parts: dict[str, str], finished: Path, tmp_path: Path) -> None:
+    """There every reported run was a file of its own."""
+    (tmp_path / "cells").mkdir()
+    shutil.copy(finished / "plan.json", tmp_path)
+    shutil.copytree(finished / "trials", tmp_path / "trials")
+    for line in (finished / "cells.jsonl").read_text(encoding="utf-8").splitlines():
+        cell, run = json.loads(line)["cell"], json.loads(line)["result"]
+        run["losses"] = [123.0]  # what is recorded is believed
+        (tmp_path / "cells" / f"mrpc-{cell['algorithm']}-{cell['seed']}.json").write_text(json.dumps(run) + "\n")
+    glue.run(tmp_path, options(**parts))
+    assert not (tmp_path / "cells.jsonl").exists() and not (tmp_path / "runs").exists()
+    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert [run["losses"] for cell in results["cells"] for run in cell["runs"]] == [[123.0]] * 2
 
 
 def test_another_study_in_the_folder_is_refused(parts: dict[str, str], finished: Path) -> None:
@@ -76,8 +102,8 @@ def test_settings_of_an_earlier_study_are_taken(parts: dict[str, str], finished:
 
 
 def test_tuning_never_sees_the_validation_rows(parts: dict[str, str]) -> None:
-    column = tuned.Column("glue/mrpc", "small", {"pretrained": parts["model"], "data": parts["data"]})
-    held, whole = (sum(map(len, column.made(judge).nodes(0, 4))) for judge in ("held-out", "validation"))
+    spec = TaskSpec("glue/mrpc", "small", {"pretrained": parts["model"], "data": parts["data"]})
+    held, whole = (sum(map(len, spec.build(split).nodes(0, 4))) for split in ("held-out", "validation"))
     assert (held, whole) == (72, 80)
 
 
@@ -105,10 +131,11 @@ def test_bad_input_is_refused_before_anything_runs(
 
 
 def test_a_diverged_trial_is_the_worst(parts: dict[str, str]) -> None:
-    column = tuned.Column("glue/mrpc", "small", {"pretrained": parts["model"], "data": parts["data"]})
-    plan = tuned.Plan({"MRPC": column}, ("avg-sgd",), run={**tuned.QUICK, "rounds": 3})
-    assert tuned._score(plan, "MRPC", "avg-sgd", {"ilr": 1e38}) == float("inf")
-    assert tuned._score(plan, "MRPC", "avg-sgd", {"ilr": 1e-3}) <= 0
+    spec = TaskSpec("glue/mrpc", "small", {"pretrained": parts["model"], "data": parts["data"]})
+    plan = ComparisonPlan({"MRPC": spec}, ("avg-sgd",), run={**QUICK_RUN, "rounds": 3})
+    score = comparison_runs._score(plan, "MRPC", "avg-sgd")
+    assert score({"ilr": 1e38}) == float("inf")
+    assert score({"ilr": 1e-3}) <= 0
 
 
 def test_curves(parts: dict[str, str], tmp_path: Path) -> None:
@@ -137,19 +164,17 @@ def test_the_gradients_study_takes_the_paper_s_settings_on_mnli() -> None:
     assert gradients.SETTINGS["adam2"]["oeps"] == 1e-7
 
 
-def scored(averages: dict[str, list[float]], tasks: list[str]) -> dict[str, Any]:
-    """What a study would have found where every number of an algorithm is this, seed by seed."""
-    cells = [
-        {
-            "column": task,
-            "algorithm": name,
-            "runs": [{"metrics": dict.fromkeys(glue.METRICS[task], score)} for score in by_seed],
-        }
-        for name, by_seed in averages.items()
-        for task in tasks
-    ]
-    seeds = list(range(len(next(iter(averages.values())))))
-    return {"plan": {"columns": dict.fromkeys(tasks, {}), "algorithms": [*averages], "seeds": seeds}, "cells": cells}
+def scored(averages: dict[str, list[float]], tasks: list[str]) -> Comparison:
+    """The results of a study where every number of an algorithm is this, seed by seed."""
+    cells = []
+    for name, by_seed in averages.items():
+        for task in tasks:
+            metrics = [dict.fromkeys(glue.METRICS[task], score) for score in by_seed]
+            runs = tuple(SeedRun(seed, found, [found], [], 0.0) for seed, found in enumerate(metrics))
+            cells.append(AlgorithmResult(task, name, {}, [], runs))
+    columns = {task: TaskSpec(f"glue/{task.lower()}") for task in tasks}
+    seeds = tuple(range(len(next(iter(averages.values())))))
+    return Comparison(ComparisonPlan(columns, tuple(averages), seeds=seeds), {}, tuple(cells))
 
 
 OTHERS = {"diloco": [80.0, 80.4, 79.6], "rmsprop-biclip": [78.0, 78.4, 77.6], "adam2": [79.0, 79.4, 78.6]}
@@ -170,26 +195,16 @@ def test_claim_8_needs_all_tasks_and_a_gap_beyond_the_seeds(
     bi2clip: list[float], tasks: list[str], verdict: str
 ) -> None:
     averages = {name: scores[: len(bi2clip)] for name, scores in OTHERS.items()} | {"bi2clip": bi2clip}
-    claims = {claim.number: claim for claim in glue.judge(scored(averages, tasks))}
+    claims = {claim.number: claim for claim in glue.evaluate_claims(scored(averages, tasks))}
     assert claims[8].verdict == verdict
     if tasks == ["MRPC"]:
         assert "the average of eight tasks, and 7 of them were not run" in claims[8].figures
 
 
 def test_a_page_says_how_long_trials_were_and_where_they_did_not_look() -> None:
-    plan = {
-        "columns": {"MRPC": {"task": "glue/mrpc", "preset": "paper", "settings": {}}},
-        "algorithms": ["avg-sgd"],
-        "source": "tune",
-        "space": "fine-tuning",
-        "budget": 8,
-        "seeds": [0],
-        "tuning_seed": 100,
-        "run": {},
-        "tuning": {"rounds": 3},
-    }
-    page = "\n".join(tuned.how({"plan": plan, "found": {}, "cells": []}, []))
+    plan = ComparisonPlan({"MRPC": TaskSpec("glue/mrpc")}, ("avg-sgd",), budget=8, seeds=(0,), tuning={"rounds": 3})
+    page = "\n".join(methods_section(Comparison(plan, {}, ()), []))
     assert "MRPC: a trial had 3 of the 10 rounds of a reported run" in page
     assert "tried only in the upper half of its range, at 0.50 to 0.88 of the way" in page
-    more = "\n".join(tuned.how({"plan": {**plan, "budget": 9}, "found": {}, "cells": []}, []))
+    more = "\n".join(methods_section(Comparison(replace(plan, budget=9), {}, ()), []))
     assert "upper half" not in more

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tailopt.studies import translation
+from tailopt.studies.comparison import AlgorithmResult, Comparison, ComparisonPlan, SeedRun, TaskSpec
 from tailopt.studies.study import StudyOptions
-from tailopt.studies.translation import ALGORITHMS, CORPORA, judge, labels, located
+from tailopt.studies.translation import ALGORITHMS, CORPORA, evaluate_claims, labels, located
 from tests.studies.unjudged import assert_unjudged
 
 pytest.importorskip("sacrebleu")
@@ -87,24 +88,22 @@ def test_the_study_runs_and_goes_on(
     found = json.loads((out / "results.json").read_text(encoding="utf-8"))
     assert len(found["cells"]) == 6
     assert all(math.isfinite(run["metrics"]["loss"]) for cell in found["cells"] for run in cell["runs"])
-    before = {path: path.stat().st_mtime_ns for path in (out / "cells").iterdir()}
+    before = (out / "cells.jsonl").read_bytes()
     translation.run(out, StudyOptions(quick=True, progress=False, **settings))
-    assert {path: path.stat().st_mtime_ns for path in (out / "cells").iterdir()} == before
+    assert (out / "cells.jsonl").read_bytes() == before
 
 
 def outcome(scores: dict[str, list[float]]) -> str:
     """The verdict where BLEU and METEOR of one column are these, seed by seed."""
-    cells = [
-        {
-            "column": "TED (en-de)",
-            "algorithm": name,
-            "runs": [{"metrics": {"bleu": score, "meteor": score + 20, "loss": 1.0}} for score in numbers],
-        }
-        for name, numbers in scores.items()
-    ]
-    seeds = list(range(len(next(iter(scores.values())))))
-    plan = {"columns": {"TED (en-de)": {}}, "algorithms": list(scores), "seeds": seeds}
-    (claim,) = judge({"plan": plan, "cells": cells})
+    cells = []
+    for name, numbers in scores.items():
+        metrics = [{"bleu": score, "meteor": score + 20, "loss": 1.0} for score in numbers]
+        runs = tuple(SeedRun(seed, found, [found], [], 0.0) for seed, found in enumerate(metrics))
+        cells.append(AlgorithmResult("TED (en-de)", name, {}, [], runs))
+    seeds = tuple(range(len(next(iter(scores.values())))))
+    columns = {"TED (en-de)": TaskSpec("translation/ted-en-de")}
+    plan = ComparisonPlan(columns, tuple(scores), seeds=seeds)
+    (claim,) = evaluate_claims(Comparison(plan, {}, tuple(cells)))
     assert claim.number == 9
     return claim.verdict
 

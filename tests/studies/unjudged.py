@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tailopt.studies.claims import UNJUDGED
+from tailopt.studies.protocol import UNJUDGED
 
 VERDICT = re.compile(r"\*\*(Claim|Rate)|does not hold|cannot tell|\bholds\b|as claimed|at most the|more than the")
 

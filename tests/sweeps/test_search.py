@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailopt.sweeps.search import Point, Range, best, describe, point, search
+from tailopt.sweeps.search import Point, Range, best, describe, draw_point, search
 
 RANGES = {"ilr": Range(1e-3, 1.0), "momentum": Range(0.0, 0.9, log=False)}
 
@@ -18,14 +18,14 @@ def bowl(points: list[Point]) -> list[dict[str, float]]:
 
 @given(st.integers(0, 2**40), st.integers(0, 10_000))
 def test_points_lie_in_their_ranges_and_depend_on_seed_and_number_alone(seed: int, number: int) -> None:
-    found = point(RANGES, seed, number)
+    found = draw_point(RANGES, seed, number)
     assert all(RANGES[name].low <= value <= RANGES[name].high for name, value in found.items())
-    assert found == point(RANGES, seed, number)
-    assert found != point(RANGES, seed, number + 1)
+    assert found == draw_point(RANGES, seed, number)
+    assert found != draw_point(RANGES, seed, number + 1)
 
 
 def test_half_of_the_points_lie_in_the_lower_half_of_the_logarithm() -> None:
-    values = [point(RANGES, 0, i)["ilr"] for i in range(400)]
+    values = [draw_point(RANGES, 0, i)["ilr"] for i in range(400)]
     assert 160 < sum(value < math.sqrt(1e-3) for value in values) < 240
 
 

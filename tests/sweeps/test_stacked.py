@@ -8,8 +8,8 @@ import torch
 import tailopt
 from tailopt.algorithms import ALGORITHMS
 from tailopt.studies.convex import SPACE
-from tailopt.sweeps.search import point
-from tailopt.sweeps.space import settings
+from tailopt.sweeps.search import draw_point
+from tailopt.sweeps.space import settings_at
 from tailopt.sweeps.stacked import Batches, errors
 from tailopt.tasks.synthetic import Synthetic
 
@@ -24,7 +24,7 @@ def data() -> Batches:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_follows_the_simulation(name: str, data: Batches) -> None:
-    points = [settings(point(SPACE.ranges(name), 3, i)) for i in range(3)]
+    points = [settings_at(draw_point(SPACE.ranges(name), 3, i)) for i in range(3)]
     found = errors(data, lambda p: tailopt.algorithm(name, **p), points, ROUNDS, STEPS)
     assert found.shape == (3, len(SEEDS), ROUNDS)
     for p, by_seed in zip(points, found, strict=True):

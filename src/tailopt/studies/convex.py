@@ -29,10 +29,10 @@ from tailopt.figures.style import band, look, pyplot
 from tailopt.optional import missing
 from tailopt.progress import Progress
 from tailopt.records import disk
-from tailopt.studies.claims import Claim, claim_lines, judged
+from tailopt.studies.protocol import Claim, claim_lines, decide
 from tailopt.studies.study import StudyOptions
 from tailopt.sweeps.search import Point, Range, Trial, best, describe, search
-from tailopt.sweeps.space import Space, settings
+from tailopt.sweeps.space import Space, settings_at
 from tailopt.sweeps.stacked import Batches, errors
 from tailopt.tasks.synthetic import Synthetic
 
@@ -162,7 +162,7 @@ def tune(plan: Plan, name: str, data: Batches, record: Path | None = None) -> li
     """All trials of an algorithm, at once; `error@T` is the mean over seeds of the log error after T rounds."""
 
     def measure(points: list[Point]) -> list[dict[str, float]]:
-        found = _curves(plan, name, data, [settings(p) for p in points], max(plan.horizons)).log().mean(1)
+        found = _curves(plan, name, data, [settings_at(p) for p in points], max(plan.horizons)).log().mean(1)
         return [{f"error@{t}": float(row[t - 1]) for t in plan.horizons} for row in found]
 
     return search(measure, SPACE.ranges(name), plan.budget, record=record, batch=plan.budget)
@@ -179,7 +179,7 @@ def _cell(plan: Plan, features: str, noise: str, name: str, data: tuple[Batches,
     tried = tune(plan, name, tuning, out / "trials" / f"{features}-{_slug(noise)}-{name}.jsonl")
     cell: dict[str, Any] = {"features": features, "noise": noise, "algorithm": name, "horizons": {}}
     for horizon in plan.horizons:
-        chosen = settings(best(tried, f"error@{horizon}").point)
+        chosen = settings_at(best(tried, f"error@{horizon}").point)
         found = _curves(plan, name, fresh, [chosen], horizon)[0]
         cell["horizons"][str(horizon)] = {
             "settings": chosen,
@@ -280,7 +280,7 @@ def _claims(found: Mapping[str, Any]) -> list[Claim]:
         clean = [error(name, "no noise") for name in HEADLINE]
         helped = all(error(name) < error("avg-sgd") / 1.5 for name in HEADLINE[1:])
         claims.append(
-            judged(
+            decide(
                 1,
                 "Without noise avg-sgd does well; with heavier tails it deteriorates, clipping and adaptivity help.",
                 clean[0] <= 2 * min(clean) or clean[0] < 1e-3 if helped else False,
@@ -293,7 +293,7 @@ def _claims(found: Mapping[str, Any]) -> list[Claim]:
             for other in HEADLINE[:3]
         )
         claims.append(
-            judged(
+            decide(
                 2,
                 "BiClip as inner optimizer beats Adam, L2Clip and SGD under heavy-tailed noise.",
                 better,
@@ -309,7 +309,7 @@ def _claims(found: Mapping[str, Any]) -> list[Claim]:
             if error("avg-biclip", n, f) > 1.02 * min(error("avg-l2clip", n, f), error("avg-biclip-l2", n, f))
         ]
         claims.append(
-            judged(
+            decide(
                 3,
                 "Coordinate-wise BiClip is always above L2 clipping.",
                 not lost,
@@ -342,7 +342,7 @@ def _claims(found: Mapping[str, Any]) -> list[Claim]:
         worst = "avg-sgd" in noisy[-6:]
         quiet = ranked("no noise", features)
         claims.append(
-            judged(
+            decide(
                 number,
                 text,
                 near and worst and all(error(name, "no noise", features) < 1e-2 for name in clean_lead),
@@ -354,7 +354,7 @@ def _claims(found: Mapping[str, Any]) -> list[Claim]:
     if has((*adaptive, *HEADLINE)):
         poor = all(error(name) > 1.5 * error(inner) for name in adaptive for inner in HEADLINE[1:])
         claims.append(
-            judged(
+            decide(
                 6,
                 "Under noise an adaptive outer optimizer over SGD is poor: the inner one decides.",
                 poor,

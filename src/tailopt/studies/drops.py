@@ -33,7 +33,7 @@ from tailopt.progress import Progress
 from tailopt.records import disk, history
 from tailopt.schedules import cosine
 from tailopt.seeds import derive, generator
-from tailopt.studies.claims import UNJUDGED
+from tailopt.studies.protocol import UNJUDGED
 from tailopt.studies.study import StudyOptions, resolve_device
 
 SUMMARY = "half of the contributions lost, on a small GPT-2 over bytes; ten minutes"

@@ -30,7 +30,7 @@ from tailopt.progress import Progress
 from tailopt.records import disk, history
 from tailopt.rounds.participants import Chooser
 from tailopt.seeds import generator
-from tailopt.studies.claims import Claim, claim_lines, judged
+from tailopt.studies.protocol import Claim, claim_lines, decide
 from tailopt.studies.study import StudyOptions
 from tailopt.tasks.synthetic import draw_noise
 from tailopt.theory import Theory, theory
@@ -510,7 +510,7 @@ def claim(rows: Sequence[Mapping[str, Any]]) -> Claim:
     """The claim, judged by the algorithm that the theorem is about: it holds where every case does."""
     verdicts = [row["holds"] for row in rows if row["algorithm"] == JUDGED]
     holds = False if False in verdicts else None if None in verdicts else True
-    return judged(14, CLAIM, holds, "; ".join(_seen(rows, name) for name in ALGORITHMS))
+    return decide(14, CLAIM, holds, "; ".join(_seen(rows, name) for name in ALGORITHMS))
 
 
 def _seen(rows: Sequence[Mapping[str, Any]], name: str) -> str:

@@ -30,10 +30,10 @@ from tailopt.paper import paper_settings
 from tailopt.progress import Progress
 from tailopt.records import disk
 from tailopt.seeds import generator
-from tailopt.studies.claims import Claim, claim_lines, judged
+from tailopt.studies.comparison import TaskSpec, slug
 from tailopt.studies.glue import labels
+from tailopt.studies.protocol import Claim, claim_lines, decide
 from tailopt.studies.study import StudyOptions, resolve_device
-from tailopt.studies.tuned import Column, slug
 
 SUMMARY = "gradients on MNLI before and after clipping, by round; minutes in the preset small"
 OPTIONS = ("task", "preset", "model", "data", "device")
@@ -54,7 +54,7 @@ ROWS = {
 class Plan:
     """How much is followed: `coordinates` of the model through rounds * nodes * local_steps steps."""
 
-    column: Column
+    column: TaskSpec
     rounds: int = 5
     nodes: int = 10
     local_steps: int = 8
@@ -68,7 +68,7 @@ def run(out: Path, options: StudyOptions) -> Path:
     (label,) = labels(options.task or "MNLI")[:1]
     preset = options.preset or "paper"
     over = {key: value for key, value in (("pretrained", options.model), ("data", options.data)) if value}
-    column = Column(f"glue/{slug(label).replace('-', '')}", preset, over)
+    column = TaskSpec(f"glue/{slug(label).replace('-', '')}", preset, over)
     plan = Plan(column, local_steps=3) if options.small else Plan(column)
     if options.quick:
         plan = Plan(column, rounds=2, nodes=2, local_steps=2, coordinates=500, batch_size=2)
@@ -102,7 +102,7 @@ class Followed:
 
 def follow(plan: Plan, name: str, device: str, tick: Callable[[int], None]) -> Followed:
     """The sampled coordinates of one simulation."""
-    problem = plan.column.made("validation")
+    problem = plan.column.build("validation")
     model = problem.model(plan.seed).to(device)
     kept = sample(model, plan.coordinates)
     gradients: dict[str, list[Tensor]] = {key: [] for key in kept}
@@ -227,7 +227,7 @@ def judge(found: Mapping[str, Any]) -> Claim:
 
     before, after = (middle(row, "kurtosis") for row in ("bi2clip gradients", "bi2clip after BiClip"))
     clipped, adam = (middle(row, "skewness") for row in ("bi2clip after BiClip", "adam2 steps / ilr"))
-    return judged(
+    return decide(
         12,
         "BiClip turns the gradient noise into a bell-shaped distribution; Adam's is skewed.",
         None,

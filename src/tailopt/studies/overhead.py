@@ -32,11 +32,11 @@ from tailopt.distributed.transport import Transport
 from tailopt.figures.style import pyplot
 from tailopt.progress import Progress
 from tailopt.records import disk
-from tailopt.studies.claims import Claim, claim_lines, judged
+from tailopt.studies.protocol import Claim, claim_lines, decide
+from tailopt.studies.search_spaces import SPACES
 from tailopt.studies.study import StudyOptions
-from tailopt.studies.tuned import SPACES
-from tailopt.sweeps.search import point
-from tailopt.sweeps.space import settings
+from tailopt.sweeps.search import draw_point
+from tailopt.sweeps.space import settings_at
 
 SUMMARY = "memory, traffic and time of all algorithms, measured and by formula; minutes"
 OPTIONS: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ def measured(name: str, parameters: int) -> dict[str, float]:
 def _node(name: str, parameters: int, node: int, port: int, queue: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=node, world_size=NODES)
-    method = algorithm(name, **settings(point(SPACES["fine-tuning"].ranges(name), 0, 0)))
+    method = algorithm(name, **settings_at(draw_point(SPACES["fine-tuning"].ranges(name), 0, 0)))
     torch.manual_seed(0)
     tiny = torch.nn.Linear(10, 10)  # loads what is loaded once, and has gloo make its buffers
     warm = NestedOptimizer.from_algorithm(tiny, method, local_steps=1)
@@ -234,7 +234,7 @@ def judge(rows: Sequence[Mapping[str, Any]]) -> Claim:
     kept: dict[str, float] = {row["algorithm"]: row["inner state"] + row["outer state"] for row in rows}
     least = min(kept.values())
     same = [name for name in kept if kept[name] <= least + 0.01]
-    return judged(
+    return decide(
         8,
         "bi2clip has the smallest overhead (its rank is judged by the GLUE study).",
         kept["bi2clip"] <= least + 0.01 if "bi2clip" in kept else None,

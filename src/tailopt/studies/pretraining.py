@@ -32,11 +32,10 @@ from tailopt.progress import Progress
 from tailopt.records import disk, history
 from tailopt.rounds.settle import EveryoneExcluded
 from tailopt.splits.loaders import node_data
-from tailopt.studies import tuned
-from tailopt.studies.claims import UNJUDGED
+from tailopt.studies.protocol import UNJUDGED, one_sided_draws
 from tailopt.studies.study import StudyOptions, resolve_device
 from tailopt.sweeps.search import Point, Range, best, search
-from tailopt.sweeps.space import Space, settings
+from tailopt.sweeps.space import Space, settings_at
 from tailopt.tasks.language import Language
 from tailopt.tasks.table import task
 
@@ -278,12 +277,13 @@ def _tuned(plan: Plan, folder: Path, advance: Callable[[int, int, str], None]) -
 
         def measure(points: list[Point], name: str = name) -> list[dict[str, float]]:
             return [
-                {"loss": trained(plan, name, settings(p), TUNED_AT, plan.tuning_seed, "held-out")[-1]} for p in points
+                {"loss": trained(plan, name, settings_at(p), TUNED_AT, plan.tuning_seed, "held-out")[-1]}
+                for p in points
             ]
 
         advance(number * plan.budget, total, f"{name}, tuning")
         trials = search(measure, ranges(name), plan.budget, record=folder / f"{name}.jsonl")
-        chosen[name] = dict(sorted(settings(best(trials, "loss").point).items()))  # a record has an order of its own
+        chosen[name] = dict(sorted(settings_at(best(trials, "loss").point).items()))  # a record has an order of its own
     return chosen
 
 
@@ -383,7 +383,7 @@ def report(results: Mapping[str, Any], judge: bool = True) -> str:
         f"step dealt to the nodes: {steps * plan['blocks'] * model['length']:,} in all, preset {plan['preset']}.",
         f"- Tuned with {plan['budget']} random settings each, {TUNED_AT} nodes, seed {plan['tuning_seed']}, on blocks "
         "held out of train; constant learning rates.",
-        *tuned.one_sided(plan["budget"]),
+        *one_sided_draws(plan["budget"]),
         *(f"- {name}: {_numbers(numbers)}." for name, numbers in results["settings"].items()),
         "",
         *(_said(results) if judge else [UNJUDGED]),

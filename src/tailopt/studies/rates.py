@@ -32,7 +32,7 @@ from tailopt.figures.style import look, pyplot
 from tailopt.progress import Progress
 from tailopt.records import disk
 from tailopt.seeds import generator
-from tailopt.studies.claims import UNJUDGED, Claim, judged
+from tailopt.studies.protocol import UNJUDGED, Claim, decide
 from tailopt.studies.study import StudyOptions
 from tailopt.tasks.gradient_noise import GradientNoise
 from tailopt.theory import theory
@@ -511,7 +511,7 @@ def _claims(found: Rates) -> tuple[Claim, ...]:
     fell = free.clipped[-1] < free.clipped[0] / 2
     stayed = fixed.clipped[-1] > free.clipped[-1]
     return (
-        judged(
+        decide(
             13,
             "Constant thresholds bias the limit.",
             biased,
@@ -519,7 +519,7 @@ def _claims(found: Rates) -> tuple[Claim, ...]:
             f"thresholds, where {fixed.limit:.3g} is computed for the limit, and at {free.end:.3g} "
             f"({free.end_low:.3g} to {free.end_high:.3g}) with scheduled ones",
         ),
-        judged(
+        decide(
             13,
             "Growing u and vanishing d remove the bias.",
             removed,
@@ -527,7 +527,7 @@ def _claims(found: Rates) -> tuple[Claim, ...]:
             f"{found.window[0]} to {found.window[1]}; with constant ones {fixed.slope:.2f} "
             f"({fixed.low:.2f} to {fixed.high:.2f})",
         ),
-        judged(
+        decide(
             13,
             "They are a continual warm-up: ever more gradients pass unclipped.",
             fell and stayed,

@@ -50,11 +50,12 @@ class Trial:
     values: Values
 
 
-def point(ranges: Mapping[str, Range], seed: int, number: int) -> Point:
+def draw_point(ranges: Mapping[str, Range], seed: int, number: int) -> Point:
     """The point of a trial.
 
     Examples:
-        >>> point({"ilr": Range(1e-3, 1.0)}, seed=0, number=7) == point({"ilr": Range(1e-3, 1.0)}, seed=0, number=7)
+        >>> ranges = {"ilr": Range(1e-3, 1.0)}
+        >>> draw_point(ranges, seed=0, number=7) == draw_point(ranges, seed=0, number=7)
         True
     """
     shares = torch.rand(len(ranges), generator=generator(seed, "search", number), dtype=torch.float64).tolist()
@@ -90,7 +91,7 @@ def search(
     tick(len(trials))
     for start in range(len(trials), budget, batch):
         numbers = range(start, min(start + batch, budget))
-        points = [point(ranges, seed, i) for i in numbers]
+        points = [draw_point(ranges, seed, i) for i in numbers]
         for i, p, values in zip(numbers, points, measure(points), strict=True):
             trial = Trial(i, p, {key: float(value) for key, value in values.items()})
             trials.append(trial)
@@ -113,7 +114,7 @@ def _recorded(record: Path | None, ranges: Mapping[str, Range], seed: int) -> li
     history.drop_torn_line(record)  # a line that a kill cut short
     trials: list[Trial] = []
     for row in history.read(record):
-        expected = point(ranges, seed, row["round"])
+        expected = draw_point(ranges, seed, row["round"])
         if row["seed"] != seed or row["point"] != expected or row["round"] != len(trials):
             raise ValueError(
                 f"{record} holds another search: trial {row['round']} of seed {row['seed']} is at "

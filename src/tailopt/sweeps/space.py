@@ -29,11 +29,11 @@ class Space:
         return {**self.inner[inner], **self.outer[outer]}
 
 
-def settings(point: Point) -> dict[str, float]:
+def settings_at(point: Point) -> dict[str, float]:
     """A point of the search as settings: lr = move / u, d = share * u.
 
     Examples:
-        >>> settings({"i_move": 0.05, "i_u": 0.5, "i_share": 0.2})
+        >>> settings_at({"i_move": 0.05, "i_u": 0.5, "i_share": 0.2})
         {'i_u': 0.5, 'ilr': 0.1, 'i_d': 0.1}
     """
     found = {key: value for key, value in point.items() if not key.endswith(("_move", "_share"))}

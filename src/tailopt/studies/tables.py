@@ -1,0 +1,182 @@
+"""What a report is made of: numbers with their spread, Markdown tables, the sections of a comparison."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from tailopt.algorithms import ALGORITHMS
+from tailopt.studies.comparison import Comparison, ComparisonPlan
+from tailopt.studies.protocol import Claim, claim_lines, one_sided_draws
+from tailopt.studies.search_spaces import SPACES
+from tailopt.sweeps.search import describe
+from tailopt.sweeps.space import Space
+
+PaperNumber = Callable[[str, str, str], float | None]
+
+
+# --- Numbers ----------------------------------------------------------------------------------------------------------
+
+
+def mean_and_deviation(numbers: Sequence[float], digits: int = 2) -> str:
+    """Mean and standard deviation; the mean alone where there is one number, or where a run broke down.
+
+    Examples:
+        >>> mean_and_deviation([1.0, 2.0, 3.0]), mean_and_deviation([4.0])
+        ('2.00 ± 1.00', '4.00')
+    """
+    mean = f"{statistics.fmean(numbers):.{digits}f}"
+    several = len(numbers) > 1 and all(map(math.isfinite, numbers))  # stdev raises where a run broke down
+    return f"{mean} ± {statistics.stdev(numbers):.{digits}f}" if several else mean
+
+
+def with_range(
+    numbers: Sequence[float],
+    centre: Callable[[Sequence[float]], float] = statistics.median,
+    form: str = "{:.3g}",
+    limits: str = "({} to {})",
+) -> str:
+    """The median, or another centre, with the least and the largest number.
+
+    Examples:
+        >>> with_range([3.0, 1.0, 2.0]), with_range([1.0, 2.0], statistics.fmean, "{:+.1f} %")
+        ('2 (1 to 3)', '+1.5 % (+1.0 % to +2.0 %)')
+    """
+    middle, low, high = (form.format(number) for number in (centre(numbers), min(numbers), max(numbers)))
+    return f"{middle} {limits.format(low, high)}"
+
+
+def settings_text(settings: Mapping[str, float], form: str = "{} {:.3g}") -> str:
+    """Settings in one line.
+
+    Examples:
+        >>> settings_text({"ilr": 0.1, "i_u": 1e-4}), settings_text({"ilr": 0.1}, "{} = {:g}")
+        ('ilr 0.1, i_u 0.0001', 'ilr = 0.1')
+    """
+    return ", ".join(form.format(key, value) for key, value in settings.items())
+
+
+# --- Tables and pages -------------------------------------------------------------------------------------------------
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -> list[str]:
+    """Lines of a Markdown table.
+
+    Args:
+        align: "l" or "r" for every column; the last one counts for all that follow. Left by default.
+
+    Examples:
+        >>> markdown_table(["name", "loss"], [["sgd", "0.5"]], "lr")
+        ['| name | loss |', '| --- | ---: |', '| sgd | 0.5 |']
+    """
+    sides = [(align or "l")[min(i, len(align or "l") - 1)] for i in range(len(head))]
+    rule = [{"l": "---", "r": "---:"}[side] for side in sides]
+    return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)]
+
+
+def page(title: str, body: Sequence[str], claims: Sequence[Claim] | None) -> str:
+    """A report: title, body, and the claims last; None where none is judged."""
+    return "\n".join([f"# {title}", "", *body, "## Claims", "", *claim_lines(claims)]) + "\n"
+
+
+def ranges_lines(space: Space, algorithms: Sequence[str] | None = None) -> list[str]:
+    """The ranges of a search space, one line per rule; only those of the algorithms, where these are named."""
+    pairs = [ALGORITHMS[name] for name in algorithms or ALGORITHMS]
+    lines = []
+    for level, table, used in (
+        ("inner", space.inner, {inner for _, inner in pairs}),
+        ("outer", space.outer, {outer for outer, _ in pairs}),
+    ):
+        for rule, ranges in table.items():
+            if ranges and (algorithms is None or rule in used):
+                text = ", ".join(f"{key} {low:g} to {high:g}" for key, (low, high, _) in describe(ranges).items())
+                lines.append(f"- {level} {rule}: {text}")
+    return lines
+
+
+# --- Comparisons ------------------------------------------------------------------------------------------------------
+
+
+def seeds_text(plan: ComparisonPlan) -> str:
+    """What `mean_and_deviation` shows, in words."""
+    n = len(plan.seeds)
+    return f"mean ± standard deviation of {n} seeds" if n > 1 else "one seed"
+
+
+def _no_paper_number(column: str, name: str, metric: str) -> None:
+    return None
+
+
+def metric_table(
+    results: Comparison,
+    metrics: Mapping[str, Sequence[str]],
+    paper: PaperNumber = _no_paper_number,
+    digits: int = 2,
+) -> list[str]:
+    """Lines of Markdown: one row per algorithm, one column per metric, the paper's number behind a slash.
+
+    Args:
+        metrics: column -> its metrics.
+        paper: (column, algorithm, metric) -> the paper's number, or None.
+    """
+    columns = [(column, metric) for column in results.plan.columns for metric in metrics[column]]
+    rows = []
+    for name in results.plan.algorithms:
+        texts = [name]
+        for column, metric in columns:
+            printed = paper(column, name, metric)
+            ours = mean_and_deviation(results.values(column, name, metric), digits)
+            texts.append(ours + ("" if printed is None else f" / {printed:g}"))
+        rows.append(texts)
+    return markdown_table(["algorithm", *(f"{column}, {metric}" for column, metric in columns)], rows, "lr")
+
+
+def methods_section(results: Comparison, differences: Sequence[str]) -> list[str]:
+    """How it was run: data as found, tuning, what differs from the paper, settings, ranges."""
+    plan = results.plan
+    lines = ["## How", ""]
+    lines += [f"- {label}: {text}" for label, text in results.data.items() if text]
+    lines += [f"- Reported on the validation split after the last round, seeds {', '.join(map(str, plan.seeds))}."]
+    if plan.settings == "tune":
+        lines += [
+            f"- Every algorithm was tuned by {plan.budget} random settings on a slice held out of train (seed "
+            f"{plan.tuning_seed}), never on what is reported.",
+            *(f"- {label}: {_length_of_trials(plan, label)}" for label in plan.columns),
+            *one_sided_draws(plan.budget),
+        ]
+    else:
+        lines += [f"- Settings: {plan.settings}; nothing was tuned here."]
+    lines += [f"- {text}" for text in differences]
+    chosen = [
+        [cell.algorithm, cell.column, settings_text(dict(sorted(cell.settings.items())))] for cell in results.cells
+    ]
+    lines += ["", *markdown_table(["algorithm", "task", "settings"], chosen)]
+    if plan.settings == "tune":
+        lines += [
+            "",
+            f"Searched ({plan.space}), in the logarithm but for momentum; move = learning rate · upper threshold, "
+            "share = lower / upper threshold:",
+            "",
+            *ranges_lines(SPACES[plan.space], plan.algorithms),
+        ]
+    return [*lines, ""]
+
+
+def _length_of_trials(plan: ComparisonPlan, label: str) -> str:
+    """How long a trial was beside a reported run: the best settings of a short run need not be those of a long one."""
+    reported, tuned = (plan.arguments(label, tuning)["rounds"] for tuning in (False, True))
+    if tuned == reported:
+        return f"a trial had {tuned} rounds, as a reported run has."
+    return f"a trial had {tuned} of the {reported} rounds of a reported run, so settings were chosen for a short run."
+
+
+def mean_of_all(rows: Iterable[Sequence[Any]]) -> list[float]:
+    """Seed by seed, the mean of several metrics: rows of one metric each.
+
+    Examples:
+        >>> mean_of_all([[1.0, 2.0], [3.0, 4.0]])
+        [2.0, 3.0]
+    """
+    return [statistics.fmean(numbers) for numbers in zip(*rows, strict=True)]
