@@ -1,8 +1,9 @@
 """The failure study: its problem, its ways of failing, its predictions, and what a run leaves."""
 
 import json
-import statistics
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,19 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailopt.algorithms import algorithm
-from tailopt.records import history
 from tailopt.rounds.participants import Sampling
 from tailopt.studies import failures
-from tailopt.studies.failures import CASES, FULL, QUICK, Plan
+from tailopt.studies.failure_cells import CASES, FULL, QUICK, FailureCell, FailuresPlan, common_clock, trained
+from tailopt.studies.failure_models import independent
+from tailopt.studies.runner import read_record
 from tailopt.studies.study import StudyOptions
 from tailopt.theory import theory
 from tests.studies.unjudged import assert_unjudged
 
+OLDER = Path(__file__).parent / "older_records"
 QUIET = StudyOptions(quick=True, progress=False)
-UNUSED = torch.Generator()  # what a chooser that has its own randomness is given
-WEIGHTS = st.lists(st.floats(0.05, 20), min_size=2, max_size=6).map(
-    lambda w: torch.tensor(w, dtype=torch.float64) / sum(w)
-)
 
 
 def case(name, equal):
@@ -30,18 +29,23 @@ def case(name, equal):
     return found
 
 
+def measure(plan, case, rounds):
+    """F(average) - F* of avg-l2clip after these rounds."""
+    return trained(plan, FailureCell("avg-l2clip", case, 0), rounds)[1]
+
+
 # --- The problem
 
 
 @given(shares=st.lists(st.floats(0.01, 1), min_size=8, max_size=8))
 def test_the_optimum_is_where_the_gradient_vanishes(shares):
-    which, s = failures.problem(FULL), torch.tensor(shares).double()
+    which, s = FULL.problem(), torch.tensor(shares).double()
     gradient = torch.einsum("n,nij,nj->i", s, which.hessians, which.optimum(s) - which.optima)
     assert gradient.abs().max() < 1e-12 * s.sum() * 100
 
 
 def test_the_gap_is_that_of_the_objective():
-    which, p = failures.problem(FULL), case("nobody fails", False).weights(FULL)
+    which, p = FULL.problem(), case("nobody fails", False).weights(FULL)
     x = torch.arange(FULL.dimension, dtype=torch.float64)
 
     def objective(x):
@@ -54,15 +58,15 @@ def test_the_gap_is_that_of_the_objective():
 
 def test_the_settings_keep_the_theorems_conditions():
     ilr, _ = FULL.l2clip
-    assert ilr > 1 / failures.problem(FULL).convexity()
+    assert ilr > 1 / FULL.problem().convexity()
     assert FULL.df > FULL.alpha
     for c in CASES:
-        assert torch.linalg.vector_norm(failures.problem(FULL).optimum(c.weights(FULL))) < FULL.radius
+        assert torch.linalg.vector_norm(FULL.problem().optimum(c.weights(FULL))) < FULL.radius
 
 
 def test_every_bias_can_be_told_from_none():
     """A case that is called biased, and whose prediction is tiny, would be judged by noise."""
-    which = failures.problem(FULL)
+    which = FULL.problem()
     for c in CASES:
         if c.limit is not None:
             p = c.weights(FULL)
@@ -71,87 +75,13 @@ def test_every_bias_can_be_told_from_none():
             assert which.bias(p, shares) > 0.1
 
 
-# --- How nodes fail
-
-
-def test_independent_failures_have_their_share_and_never_take_everybody():
-    chosen = failures.independent(5, away=0.9)
-    rounds = [list(chosen(t, torch.Generator().manual_seed(t))) for t in range(3000)]
-    assert all(rounds)
-    counts = [sum(node in present for present in rounds) for node in range(5)]
-    # 0.1, and a fifth of the rounds in which all would be away; five deviations of a binomial count
-    expected = 0.1 + 0.9**5 / 5
-    assert all(abs(c / 3000 - expected) < 5 * (expected * (1 - expected) / 3000) ** 0.5 for c in counts)
-
-
-@given(order=st.permutations(range(1, 40)), seed=st.integers(0, 5))
-def test_bursts_are_a_function_of_the_round_in_any_order(order, seed):
-    straight = failures.bursts(6, 0.5, 10, seed)
-    expected = {t: straight(t, torch.Generator().manual_seed(t)) for t in range(1, 40)}
-    shuffled = failures.bursts(6, 0.5, 10, seed)
-    assert {t: shuffled(t, torch.Generator().manual_seed(t)) for t in order} == expected
-
-
-def test_bursts_are_the_markov_chain_that_they_say():
-    away, stretch, nodes, rounds = 0.3, 8.0, 20, 4000
-    chosen = failures.bursts(nodes, away, stretch, seed=1)
-    there = torch.zeros(rounds, nodes, dtype=torch.bool)
-    for t in range(rounds):
-        there[t, chosen(t + 1, torch.Generator().manual_seed(t))] = True
-    before, after = there[:-1], there[1:]
-    fail = 1 / stretch * away / (1 - away)
-    for found, expected in [
-        ((~there).double().mean(), away),
-        ((~before & after).sum() / (~before).sum(), 1 / stretch),
-        ((before & ~after).sum() / before.sum(), fail),
-    ]:
-        assert float(found) == pytest.approx(expected, rel=0.1)
-    # stationary from the start: no node is there in round 1 more often than later
-    first = [len(failures.bursts(nodes, away, stretch, seed)(1, UNUSED)) for seed in range(200)]
-    assert statistics.mean(first) / nodes == pytest.approx(1 - away, rel=0.05)
-
-
-def test_bursts_leave_somebody():
-    chosen = failures.bursts(2, away=0.9, stretch=20, seed=0)
-    alone = [chosen(t, torch.Generator().manual_seed(t)) for t in range(1, 400)]
-    assert all(alone)
-    assert {0, 1} == {node for present in alone for node in present}
-
-
-@pytest.mark.parametrize(("away", "stretch"), [(0.5, 1.5), (0.9, 5.0), (0.0, 10.0)])
-def test_bursts_that_cannot_be_drawn_are_refused(away, stretch):
-    with pytest.raises(ValueError, match=rf"Invalid bursts: away={away}, stretch={stretch}; need"):
-        failures.bursts(4, away, stretch, seed=0)
-
-
-def test_the_same_nodes_are_always_missing():
-    chosen = failures.always(5, (0, 3))
-    assert [list(chosen(t, UNUSED)) for t in (1, 99)] == [[1, 2, 4]] * 2
-
-
-# --- What is minimised instead
-
-
-@given(weights=WEIGHTS, away=st.floats(0.05, 0.95))
-def test_expected_shares_add_up_and_heavy_nodes_lose(weights, away):
-    shares = failures.expected_shares(weights, away)
-    assert float(shares.sum()) == pytest.approx(1)
-    heaviest = int(weights.argmax())
-    assert shares[heaviest] <= weights[heaviest] + 1e-12
-
-
-@given(n=st.integers(1, 7), away=st.floats(0.05, 0.95))
-def test_equal_weights_are_preserved(n, away):
-    assert failures.expected_shares(torch.full((n,), 1 / n).double(), away).tolist() == pytest.approx([1 / n] * n)
-
-
 @pytest.mark.parametrize(
     "c", [c for c in CASES if c.name != "failures in bursts"], ids=lambda c: f"{c.name}, {c.equal}"
 )
 def test_predicted_shares_are_those_that_are_drawn(c):
     """Over many rounds of the simulation's own sampling; with own clocks, each divided by how often a node is there."""
     weights = c.weights(FULL)
-    told = c.how(FULL, 0)
+    told = c.participation(FULL, 0)
     count = told.get("participation") or told.get("participants") or FULL.nodes
     sampling = Sampling(tuple(weights.tolist()), count, told.get("sampling", "uniform"), 0)
     total, present, rounds = torch.zeros(FULL.nodes).double(), torch.zeros(FULL.nodes).double(), 4000
@@ -171,11 +101,11 @@ def test_predicted_shares_are_those_that_are_drawn(c):
 def test_the_average_followed_is_that_of_the_simulation():
     plan = replace(QUICK, rounds=5)
     c = case("uniform failures", False)
-    result, gaps = failures.trained(plan, "avg-l2clip", c, 3, [2, 5])
+    result, gaps = trained(plan, FailureCell("avg-l2clip", c, 3), [2, 5])
     (x,) = result.average.parameters()
     assert len(gaps) == 2
-    assert gaps[-1] == pytest.approx(failures.problem(plan).gap(x.detach(), c.weights(plan)), rel=1e-12)
-    drawn = Sampling(tuple(plan.weights), failures.independent(plan.nodes, plan.away), "uniform", 3)
+    assert gaps[-1] == pytest.approx(plan.problem().gap(x.detach(), c.weights(plan)), rel=1e-12)
+    drawn = Sampling(tuple(plan.weights), independent(plan.nodes, plan.away), "uniform", 3)
     assert [row["participants"] for row in result.history] == [drawn.draw(t).drawn for t in range(1, 6)]
 
 
@@ -183,27 +113,25 @@ def test_the_common_clock_is_the_theorems_where_everybody_is_there():
     """With one local step a round and nobody missing, both clocks say the same."""
     plan = replace(QUICK, rounds=6, local_steps=1)
     nobody = case("nobody fails", True)
-    common, own = (
-        failures.measure(plan, "avg-l2clip", replace(nobody, own_clock=o), 0, range(1, 7)) for o in (False, True)
-    )
+    common, own = (measure(plan, replace(nobody, own_clock=own), range(1, 7)) for own in (False, True))
     assert common == pytest.approx(own, rel=1e-12)
 
 
 def test_the_common_clock_counts_the_steps_of_the_run():
     found, algo = theory("avg-l2clip", 1.5), algorithm("avg-l2clip", ilr=2.0, i_u=5.0)
-    clock = failures.common_clock(found, algo, local_steps=3)
+    clock = common_clock(found, algo, local_steps=3)
     assert clock["ilr"](1) == 2.0
     assert clock["ilr"](3) == pytest.approx(2.0 * 2 / (7 + 1))
     assert clock["i_u"](3) == pytest.approx(5.0 * 7 ** (1 / 3))
 
 
 def test_without_noise_a_missing_camp_leaves_its_bias_and_chance_does_not():
-    plan = Plan(rounds=48, local_steps=1, noise=0.0)
+    plan = FailuresPlan(rounds=48, local_steps=1, noise=0.0)
     biased, preserved = case("always the same missing", True), case("uniform failures", True)
     p = biased.weights(plan)
-    bias = failures.problem(plan).bias(p, biased.limit(plan, p))
-    (stuck,) = failures.measure(plan, "avg-l2clip", biased, 0, [48])
-    (free,) = failures.measure(plan, "avg-l2clip", preserved, 0, [48])
+    bias = plan.problem().bias(p, biased.limit(plan, p))
+    (stuck,) = measure(plan, biased, [48])
+    (free,) = measure(plan, preserved, [48])
     assert stuck == pytest.approx(bias, rel=0.1)
     assert free < bias / 10
 
@@ -232,12 +160,12 @@ def test_cases_are_judged_by_seeds(last, slopes, bias, expected):
     ("holds", "verdict"), [((True, True), "holds"), ((True, None), "cannot tell"), ((None, False), "does not hold")]
 )
 def test_the_claim_is_judged_by_the_algorithm_of_the_theorem(holds, verdict):
-    def row(name, bias, last, **more):
-        row = {"algorithm": name, "weights": "equal", "bias": bias, "slopes": [-0.5], "last": [last], "median": [last]}
-        return {**row, **more}
+    def row(name, bias, last, holds=None):
+        gaps = {"low": [last], "median": [last], "high": [last], "slopes": [-0.5], "last": [last]}
+        return failures.FailureRow(algorithm=name, case="x", weights="equal", bias=bias, holds=holds, **gaps)
 
-    rows = [row("avg-l2clip", 0.0, 0.1, holds=holds[0]), row("avg-l2clip", 2.0, 3.0, holds=holds[1])]
-    found = failures.claim(
+    rows = [row("avg-l2clip", 0.0, 0.1, holds[0]), row("avg-l2clip", 2.0, 3.0, holds[1])]
+    found = failures.evaluate_claim(
         [*rows, row("avg-biclip", 0.0, 0.1), row("avg-biclip", 0.0, 0.4), row("avg-biclip", 1.0, 9.0)]
     )
     assert (found.number, found.verdict) == (14, verdict)
@@ -261,9 +189,9 @@ def test_a_run_leaves_table_results_and_figure(finished):
     results = json.loads((finished / "results.json").read_text())
     table = (finished / "table.md").read_text(encoding="utf-8")
     assert len(results["rows"]) == 15
-    assert len(history.read(finished / "cells.jsonl")) == 15 * len(QUICK.seeds)
+    assert len(read_record(finished / "cells.jsonl")) == 15 * len(QUICK.seeds)
     for row in results["rows"]:
-        assert len(row["median"]) == len(results["rounds"]) == len(failures.looked_at(QUICK.rounds))
+        assert len(row["median"]) == len(results["rounds"]) == len(failures.recorded_rounds(QUICK.rounds))
         assert all(low <= mid <= high for low, mid, high in zip(row["low"], row["median"], row["high"], strict=True))
         assert f"| {row['algorithm']} | {row['weights']} | {row['case']} |" in table
     assert_unjudged(finished)
@@ -271,18 +199,20 @@ def test_a_run_leaves_table_results_and_figure(finished):
 
 
 def test_a_study_that_is_not_quick_judges(finished):
-    cells = failures._cells(finished / "cells.jsonl", QUICK, progress=False)
-    results = failures.summarise(QUICK, cells)
-    table = failures.report(QUICK, results)
-    assert f"Claim 14: {results['claim']['verdict']}." in table
+    results = failures.summarise(QUICK, failures.run_cells(QUICK, finished, progress=False))
+    table = failures.report(results)
+    assert f"Claim 14: {results.claim.verdict}." in table
+    judged = {row["algorithm"] for row in results.as_json()["rows"] if "holds" in row}
+    assert judged == {"avg-l2clip"}
     assert table.splitlines()[0].endswith("| judged |") and table.splitlines()[1].endswith("| --- |")
 
 
 def test_finished_cells_are_kept_and_torn_ones_run_again(finished, tmp_path):
     lines = (finished / "cells.jsonl").read_bytes().splitlines(keepends=True)
     kept = json.loads(lines[0])
-    kept["gaps"][-1] = 123.0  # what is recorded is believed
-    other = {**json.loads(lines[1]), "plan": "another"}
+    kept["result"][-1] = 123.0  # what is recorded is believed
+    other = json.loads(lines[1])
+    other["cell"]["plan"] = "another"
     start = [json.dumps(kept).encode() + b"\n", *lines[1:-1], json.dumps(other).encode() + b"\n"]
     (tmp_path / "cells.jsonl").write_bytes(b"".join(start) + lines[-1][:40])
     failures.run(tmp_path, QUIET)
@@ -292,6 +222,14 @@ def test_finished_cells_are_kept_and_torn_ones_run_again(finished, tmp_path):
     assert after[1:] == before[1:]
 
 
+def test_a_record_of_an_older_version_is_read(finished, tmp_path):
+    """A quick study of the version before cells had one format: nothing runs again, and the table is the same."""
+    shutil.copy(OLDER / "failures.jsonl", tmp_path / "cells.jsonl")
+    failures.run(tmp_path, QUIET)
+    assert (tmp_path / "cells.jsonl").read_bytes() == (OLDER / "failures.jsonl").read_bytes()
+    assert (tmp_path / "table.md").read_text() == (finished / "table.md").read_text()
+
+
 def test_the_plan_names_its_results():
-    assert Plan().key() == replace(Plan(), seeds=(7,)).key()
-    assert Plan().key() != replace(Plan(), noise=0.4).key()
+    assert FailuresPlan().key() == replace(FailuresPlan(), seeds=(7,)).key()
+    assert FailuresPlan().key() != replace(FailuresPlan(), noise=0.4).key()

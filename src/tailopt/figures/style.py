@@ -1,26 +1,37 @@
-"""Colours, lines and the few drawings that studies share.
+"""Colours, lines and the few drawings that figures share.
 
-The colour says what a node does, the line what is done with the mean displacement. The colours are Okabe and Ito's,
-which most colour-blind people tell apart; the lines are there for those who print in grey.
+An algorithm has the colour of its inner rule and the dashes of its outer rule. The colours are Okabe and Ito's,
+which most colour-blind people can distinguish; dashes and markers keep lines apart in grey print.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from tailopt.algorithms import ALGORITHMS
 from tailopt.optional import missing
 
+PALETTE = {
+    "black": "#000000",
+    "orange": "#E69F00",
+    "sky blue": "#56B4E9",
+    "green": "#009E73",
+    "blue": "#0072B2",
+    "vermillion": "#D55E00",
+    "purple": "#CC79A7",
+}
+# of inner and of outer rules
 COLOURS = {
     "sgd": "#8c8c8c",
-    "l2clip": "#56B4E9",
-    "biclip-l2": "#0072B2",
-    "biclip": "#D55E00",
-    "adagrad": "#CC79A7",
-    "adam": "#E69F00",
-    "adamw": "#009E73",
+    "l2clip": PALETTE["sky blue"],
+    "biclip-l2": PALETTE["blue"],
+    "biclip": PALETTE["vermillion"],
+    "adagrad": PALETTE["purple"],
+    "adam": PALETTE["orange"],
+    "adamw": PALETTE["green"],
 }
 LINES: Mapping[str, Any] = {
     "avg": "-",
@@ -33,8 +44,31 @@ LINES: Mapping[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class LineStyle:
+    """How the line of something other than an algorithm looks. colour: a name of PALETTE; marker: "" for none."""
+
+    colour: str
+    dashes: Any = "-"
+    marker: str = ""
+
+    @property
+    def hex(self) -> str:
+        """The colour for matplotlib."""
+        return PALETTE[self.colour]
+
+    def keywords(self) -> dict[str, Any]:
+        """Keywords of matplotlib's `plot`.
+
+        Examples:
+            >>> LineStyle("blue", "--", "o").keywords()
+            {'color': '#0072B2', 'linestyle': '--', 'marker': 'o'}
+        """
+        return {"color": self.hex, "linestyle": self.dashes, "marker": self.marker}
+
+
 def pyplot() -> ModuleType:
-    """matplotlib's pyplot, drawing into files; where it is missing, how to get it."""
+    """matplotlib's pyplot, drawing into files: the only way to matplotlib. Raises with the command that installs it."""
     try:
         import matplotlib
     except ImportError:
@@ -57,7 +91,7 @@ def look(algorithm: str) -> dict[str, Any]:
 
 
 def band(axis: Any, x: Sequence[float], runs: Sequence[Sequence[float]], **line: Any) -> None:
-    """The median of several runs as a line, and between their quartiles a band."""
+    """The median of several runs as a line, and from four runs on a band between their quartiles."""
     columns = [sorted(column) for column in zip(*runs, strict=True)]
     n = len(runs)
     middle = [(column[(n - 1) // 2] + column[n // 2]) / 2 for column in columns]

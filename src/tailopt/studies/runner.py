@@ -96,9 +96,9 @@ def read_record(path: Path) -> dict[str, Any]:
     The end of a line that a kill cut short is removed. A line that cannot be read is passed over with a warning: its
     cell runs again.
     """
-    history.mend(path)
+    history.drop_torn_line(path)
     results = {}
-    for number, line in enumerate(history.whole_lines(path), 1):
+    for number, line in enumerate(history.complete_lines(path), 1):
         try:
             cell, result = _cell_and_result(history.decode(json.loads(line)))
         except (ValueError, KeyError, TypeError) as error:
