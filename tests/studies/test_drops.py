@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
-from tailopt.records import history
 from tailopt.seeds import generator
 from tailopt.studies import drops
-from tailopt.studies.drops import CASES, PRESETS, QUICK, Corpus
+from tailopt.studies.drops import CASES, PRESETS, QUICK, ByteCorpus, DropsCell
+from tailopt.studies.runner import read_record
 from tailopt.studies.study import StudyOptions
 from tests.studies.unjudged import assert_unjudged
 
@@ -33,7 +33,7 @@ def _one_thread():
 def test_nodes_and_held_out_text_are_apart():
     """Every stripe goes to one of them, and nothing gets lost."""
     text = b"".join(i.to_bytes(4, "big") for i in range(40_000))
-    corpus = Corpus.of(text, 4, 8, CPU)
+    corpus = ByteCorpus.of(text, 4, 8, CPU)
     parts = [bytes(part.tolist()) for part in (*corpus.nodes, corpus.held_out)]
     assert sum(map(len, parts)) == len(text)
     stripe = len(text) // (drops.HELD_OUT * 4)
@@ -43,12 +43,12 @@ def test_nodes_and_held_out_text_are_apart():
 
 
 def test_the_unigram_perplexity_of_equally_frequent_bytes():
-    assert Corpus.of(bytes(range(10)) * 5000, 2, 8, CPU).unigram == pytest.approx(10, rel=1e-3)
+    assert ByteCorpus.of(bytes(range(10)) * 5000, 2, 8, CPU).unigram == pytest.approx(10, rel=1e-3)
 
 
 def test_too_little_text_is_refused():
     with pytest.raises(ValueError, match="Invalid data: 100 bytes of text; need 1360 or more for 4 nodes"):
-        Corpus.of(b"x" * 100, 4, 16, CPU)
+        ByteCorpus.of(b"x" * 100, 4, 16, CPU)
 
 
 def test_text_files_plain_and_packed(tmp_path):
@@ -82,13 +82,17 @@ def test_it_learns():
     """A text that a small model can learn: far below the unigram perplexity, which is 90."""
     settings = {"diloco": {**drops.SETTINGS["diloco"], "ilr": 2e-3, "weight_decay": 0.01}}  # fast, for so small a model
     plan = dataclasses.replace(QUICK, rounds=30, local_steps=4, batch=8, every=30, algorithms=settings)
-    corpus = Corpus.of(TEXT, plan.nodes, plan.context, CPU)
-    (last,) = drops.measure(plan, corpus, "diloco", "keep", 0)["perplexity"]
+    corpus = ByteCorpus.of(TEXT, plan.nodes, plan.context, CPU)
+    (last,) = drops.measure(plan, corpus, DropsCell("diloco", "keep", 0)).perplexity
     assert corpus.unigram == pytest.approx(90, rel=1e-2) and last < 45
 
 
+def run_plan(out, plan, text):
+    return drops.run_plan(out, plan, ByteCorpus.of(text, plan.nodes, plan.context, CPU))
+
+
 def test_what_a_run_leaves(tmp_path):
-    out = drops.measured(tmp_path / "out", TINY, TEXT)
+    out = run_plan(tmp_path / "out", TINY, TEXT)
     results = json.loads((out / "results.json").read_text())
     rows = {(row["algorithm"], row["case"]): row for row in results["rows"]}
     assert rows.keys() == {(name, case) for name in TINY.algorithms for case in CASES}
@@ -112,14 +116,14 @@ def test_a_quick_study_judges_nothing(tmp_path):
 
 
 def test_finished_cells_are_not_run_again(tmp_path):
-    drops.measured(tmp_path, TINY, TEXT)
-    before = list(history.read(tmp_path / "cells.jsonl"))
+    run_plan(tmp_path, TINY, TEXT)
+    before = list(read_record(tmp_path / "cells.jsonl"))
     assert len(before) == 6
-    drops.measured(tmp_path, dataclasses.replace(TINY, seeds=(0, 1)), TEXT)
-    after = list(history.read(tmp_path / "cells.jsonl"))
-    assert after[:6] == before and {row["seed"] for row in after[6:]} == {1} and len(after) == 12
-    drops.measured(tmp_path, TINY, TEXT + b"more")
-    assert len(list(history.read(tmp_path / "cells.jsonl"))) == 18
+    run_plan(tmp_path, dataclasses.replace(TINY, seeds=(0, 1)), TEXT)
+    after = list(read_record(tmp_path / "cells.jsonl"))
+    assert after[:6] == before and {json.loads(cell)["seed"] for cell in after[6:]} == {1} and len(after) == 12
+    run_plan(tmp_path, TINY, TEXT + b"more")
+    assert len(list(read_record(tmp_path / "cells.jsonl"))) == 18
 
 
 def test_other_input_is_refused(tmp_path):

@@ -1,24 +1,22 @@
 """Contributions that get lost: a small GPT-2 on many nodes, and half of what they send never arrives.
 
     everybody   nothing gets lost
-    sync        every contribution is lost with probability 1/2; who lost one starts from the synchronised weights
-    keep        the same losses; who lost one goes on from its own weights, and brings everything at once next time
+    sync        every contribution is lost with probability 1/2; a node that lost one starts from the global weights
+    keep        the same losses; a node that lost one goes on from its own weights, and sends everything next time
 
-Reported is the perplexity by byte on text that nobody trained on, and how far it is above that of `everybody` with the
+Reported is the perplexity by byte on text that no node trained on, and how far it is above that of `everybody` with the
 same seed, which has the same first weights and the same batches. DiLoCo (Douillard et al., 2023) reports 2.1 % for
 half of the contributions lost in its own, much larger setting.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import json
 import lzma
 import math
 import statistics
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,13 +26,16 @@ from torch import Tensor
 
 from tailopt.algorithms import algorithm
 from tailopt.engines.simulate import simulate
+from tailopt.figures.style import LineStyle, pyplot
 from tailopt.optional import missing
 from tailopt.progress import Progress
-from tailopt.records import disk, history
 from tailopt.schedules import cosine
 from tailopt.seeds import derive, generator
+from tailopt.studies.plots import save
 from tailopt.studies.protocol import UNJUDGED
+from tailopt.studies.runner import RECORD, Grid, Report, as_json, digest, run_grid, write_results
 from tailopt.studies.study import StudyOptions, resolve_device
+from tailopt.studies.tables import markdown_table, settings_text, with_range
 
 SUMMARY = "half of the contributions lost, on a small GPT-2 over bytes; ten minutes"
 OPTIONS = ("preset", "data", "seeds", "device")
@@ -43,7 +44,7 @@ PUBLISHED = 2.1  # percent above full participation, by DiLoCo's authors
 CASES: Mapping[str, str | None] = {"everybody": None, "sync": "sync", "keep": "keep"}
 BYTES = 256  # the vocabulary
 STRIPE = 1 << 15  # bytes that are dealt out to the nodes in turn
-HELD_OUT = 20  # every so many stripes one is for evaluation
+HELD_OUT = 20  # one stripe of so many is for evaluation
 
 
 SETTINGS: Mapping[str, Mapping[str, float]] = {  # DiLoCo's own; avg-biclip's by a few tries with everybody
@@ -53,7 +54,7 @@ SETTINGS: Mapping[str, Mapping[str, float]] = {  # DiLoCo's own; avg-biclip's by
 
 
 @dataclass(frozen=True)
-class Plan:
+class DropsPlan:
     """Everything that a cell depends on, but for the text; the defaults are the full study."""
 
     rounds: int = 50
@@ -71,16 +72,16 @@ class Plan:
     every: int = 5  # rounds between evaluations
     algorithms: Mapping[str, Mapping[str, float]] = field(default_factory=lambda: dict(SETTINGS))
 
-    def key(self, text: str) -> str:
-        """A name for results of this plan on a text. Seeds are left out: more of them go on with what is there."""
-        settings = {name: value for name, value in asdict(self).items() if name not in ("seeds", "algorithms")}
-        return hashlib.sha256(json.dumps([settings, text], sort_keys=True).encode()).hexdigest()[:16]
+    def key(self, text_digest: str, name: str) -> str:
+        """A digest of the plan, the text and one algorithm's settings, without seeds: more seeds add to the record."""
+        settings = {key: value for key, value in asdict(self).items() if key not in ("seeds", "algorithms")}
+        return digest([settings, f"{text_digest} {name} {sorted(self.algorithms[name].items())}"])
 
 
 PRESETS = {
-    "full": Plan(),
+    "full": DropsPlan(),
     # in so few rounds DiLoCo's outer momentum has only begun to help
-    "small": Plan(
+    "small": DropsPlan(
         rounds=20,
         local_steps=4,
         batch=8,
@@ -90,25 +91,16 @@ PRESETS = {
         algorithms={"avg-biclip": SETTINGS["avg-biclip"]},
     ),
 }
-QUICK = Plan(
+QUICK = DropsPlan(
     rounds=2, local_steps=1, batch=2, context=16, seeds=(0, 1), windows=4, nodes=4, layers=1, width=32, heads=2, every=1
 )
 
 
 def run(out: Path, options: StudyOptions) -> Path:
-    """Run what is not in `out` yet, and write the table, the results and the figure there.
+    """Run what is not in `out` yet, and write table.md, results.json and drops.png there.
 
-    Args:
-        out: a folder. `cells.jsonl` in it holds every finished cell; these are not run again.
-        quick: two rounds of a tiny model, to see that it works; its figures say nothing.
-        progress: say on stderr where it is.
-        data: a folder of *.txt and *.txt.xz files, or one of them; by default the source code of Python's library.
-        preset: "small", avg-biclip alone, ten minutes on two cores; or "full", half an hour on a GPU.
-        seeds: how many, instead of the preset's.
-        device: by default a GPU where there is one.
-
-    Returns:
-        The folder, with `table.md`, `results.json` and `drops.png`.
+    The preset "small" is avg-biclip alone, ten minutes on two cores; "full" is half an hour on a GPU. `data` is a
+    folder of *.txt and *.txt.xz files, or one of them; by default the source code of Python's library.
     """
     preset = options.preset or "small"
     if preset not in PRESETS:
@@ -116,22 +108,14 @@ def run(out: Path, options: StudyOptions) -> Path:
     plan = QUICK if options.quick else PRESETS[preset]
     if options.seeds:
         plan = replace(plan, seeds=tuple(range(options.seeds)))
-    return measured(out, plan, text(options.data), options.device, options.progress, judge=not options.quick)
+    corpus = ByteCorpus.of(text(options.data), plan.nodes, plan.context, torch.device(resolve_device(options.device)))
+    return run_plan(out, plan, corpus, progress=options.progress, judge=not options.quick)
 
 
-def measured(
-    out: Path, plan: Plan, given: bytes, device: str | None = None, progress: bool = False, judge: bool = True
-) -> Path:
-    """The study by any plan, on any text; without `judge` it says nothing about what DiLoCo's authors report."""
-    place = torch.device(resolve_device(device))
-    corpus = Corpus.of(given, plan.nodes, plan.context, place)
-    out.mkdir(parents=True, exist_ok=True)
-    cells = _cells(out / "cells.jsonl", plan, corpus, progress)
-    results = summarise(plan, corpus, cells)
-    if not judge:
-        del results["within"]
-    disk.replace(out / "results.json", (json.dumps(results, indent=1) + "\n").encode())
-    disk.replace(out / "table.md", report(plan, results).encode())
+def run_plan(out: Path, plan: DropsPlan, corpus: ByteCorpus, *, progress: bool = False, judge: bool = True) -> Path:
+    """The study by any plan, on any text; without `judge` nothing is compared with what DiLoCo's authors report."""
+    results = summarise(plan, corpus, run_cells(out, plan, corpus, progress), judge)
+    write_results(out, results.as_json(), report(results))
     figure(results, out / "drops.png")
     return out
 
@@ -151,12 +135,12 @@ def text(path: str | Path | None = None) -> bytes:
 
 
 @dataclass(frozen=True)
-class Corpus:
+class ByteCorpus:
     """Text as numbers: what each node has, and what none of them has.
 
     Attributes:
         digest: of the whole text.
-        unigram: the perplexity of who knows how frequent every byte of the held-out text is, and nothing else.
+        unigram: the perplexity of a model that knows how frequent every byte of the held-out text is, and nothing else.
     """
 
     nodes: list[Tensor]
@@ -165,42 +149,38 @@ class Corpus:
     unigram: float
 
     @classmethod
-    def of(cls, given: bytes, nodes: int, context: int, device: torch.device) -> Corpus:
+    def of(cls, text: bytes, nodes: int, context: int, device: torch.device) -> ByteCorpus:
         """Stripes are dealt out in turn; every twentieth is held out. A short text has shorter stripes.
 
         Examples:
-            >>> corpus = Corpus.of(bytes(range(250)) * 40, nodes=4, context=8, device=torch.device("cpu"))
+            >>> corpus = ByteCorpus.of(bytes(range(250)) * 40, nodes=4, context=8, device=torch.device("cpu"))
             >>> sum(len(part) for part in corpus.nodes) + len(corpus.held_out)
             10000
         """
-        stripe = min(STRIPE, len(given) // (HELD_OUT * max(nodes, 2)))
+        stripe = min(STRIPE, len(text) // (HELD_OUT * max(nodes, 2)))
         if stripe <= context:
             need = (context + 1) * HELD_OUT * max(nodes, 2)
-            raise ValueError(f"Invalid data: {len(given)} bytes of text; need {need} or more for {nodes} nodes.")
-        whole = torch.frombuffer(bytearray(given), dtype=torch.uint8).to(device)
-        stripes = whole.split(stripe)
-        kept = [s for i, s in enumerate(stripes) if i % HELD_OUT != HELD_OUT - 1]
-        held_out = torch.cat([s for i, s in enumerate(stripes) if i % HELD_OUT == HELD_OUT - 1])
+            raise ValueError(f"Invalid data: {len(text)} bytes of text; need {need} or more for {nodes} nodes.")
+        stripes = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device).split(stripe)
+        train = [part for i, part in enumerate(stripes) if i % HELD_OUT != HELD_OUT - 1]
+        held_out = torch.cat([part for i, part in enumerate(stripes) if i % HELD_OUT == HELD_OUT - 1])
         shares = torch.bincount(held_out.long(), minlength=BYTES).double() / held_out.numel()
         unigram = math.exp(-float(torch.special.xlogy(shares, shares).sum()))
-        parts = [torch.cat(kept[k::nodes]) for k in range(nodes)]
-        return cls(parts, held_out, hashlib.sha256(given).hexdigest(), unigram)
-
-    def batch(self, plan: Plan, node: int, source: torch.Generator) -> Tensor:
-        """Windows of a node's text, any."""
-        return windows(self.nodes[node], plan.batch, plan.context, source)
+        return cls(
+            [torch.cat(train[k::nodes]) for k in range(nodes)], held_out, hashlib.sha256(text).hexdigest(), unigram
+        )
 
 
-def windows(of: Tensor, count: int, context: int, source: torch.Generator) -> Tensor:
-    """Some windows of a text, one byte longer than the context: what follows each byte is in it too."""
-    starts = torch.randint(len(of) - context, (count, 1), generator=source)
-    return of[(starts + torch.arange(context + 1)).to(of.device)].long()
+def windows(tokens: Tensor, count: int, context: int, source: torch.Generator) -> Tensor:
+    """Random windows of a text, one byte longer than the context: the byte after each is in it too."""
+    starts = torch.randint(len(tokens) - context, (count, 1), generator=source)
+    return tokens[(starts + torch.arange(context + 1)).to(tokens.device)].long()
 
 
 # --- The cells --------------------------------------------------------------------------------------------------------
 
 
-def model(plan: Plan, seed: int) -> torch.nn.Module:
+def model(plan: DropsPlan, seed: int) -> torch.nn.Module:
     """A GPT-2 without dropout, over bytes."""
     try:
         from transformers import GPT2Config, GPT2LMHeadModel
@@ -232,202 +212,219 @@ def loss(net: torch.nn.Module, batch: Tensor) -> Tensor:
 
 @torch.no_grad()
 def perplexity(net: torch.nn.Module, text: Tensor) -> float:
-    """Of windows, by byte."""
+    """The perplexity by byte, over windows."""
     parts = text.split(64)
     return math.exp(sum(float(loss(net, part)) * len(part) for part in parts) / len(text))
 
 
-def measure(
-    plan: Plan, corpus: Corpus, name: str, case: str, seed: int, tell: Callable[[int], None] = lambda t: None
-) -> dict[str, Any]:
-    """Held-out perplexity by round, which of the rounds these are, and where it was run."""
-    check = windows(corpus.held_out, plan.windows, plan.context, generator(0, "drops held-out"))
+@dataclass(frozen=True)
+class DropsCell:
+    """One simulation; case: a key of CASES."""
+
+    algorithm: str
+    case: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class PerplexityCurve:
+    """Held-out perplexity after each of these rounds, and the device that it was computed on."""
+
+    rounds: list[int]
+    perplexity: list[float]
+    device: str
+
+
+def run_cells(out: Path, plan: DropsPlan, corpus: ByteCorpus, progress: bool) -> dict[DropsCell, PerplexityCurve]:
+    """The curve of every cell."""
+    grid = Grid[DropsCell, PerplexityCurve](
+        cells=[DropsCell(name, case, seed) for seed in plan.seeds for name in plan.algorithms for case in CASES],
+        key=lambda cell: {**asdict(cell), "plan": plan.key(corpus.digest, cell.algorithm)},
+        measure=lambda cell, report: measure(plan, corpus, cell, report),
+        decode=lambda value: PerplexityCurve(**value),
+        label=lambda cell: f"{cell.algorithm}, {cell.case}, seed {cell.seed}",
+        units=plan.rounds,
+    )
+    with Progress(progress) as bar:
+        return run_grid(grid, out / RECORD, bar)
+
+
+def measure(plan: DropsPlan, corpus: ByteCorpus, cell: DropsCell, report: Report = lambda t: None) -> PerplexityCurve:
+    """One simulation; `report` is called with every round that is done."""
+    held_out = windows(corpus.held_out, plan.windows, plan.context, generator(0, "drops held-out"))
+
+    def batch(node: int, t: int, step: int, source: torch.Generator) -> Tensor:
+        return windows(corpus.nodes[node], plan.batch, plan.context, source)
+
     result = simulate(
-        model(plan, seed),
-        algorithm(name, **plan.algorithms[name]),
+        model(plan, cell.seed),
+        algorithm(cell.algorithm, **plan.algorithms[cell.algorithm]),
         loss=loss,
-        batches=lambda node, t, step, source: corpus.batch(plan, node, source),
+        batches=batch,
         nodes=plan.nodes,
         rounds=plan.rounds,
         local_steps=plan.local_steps,
-        drops=0.0 if CASES[case] is None else plan.lost,
-        on_drop=CASES[case] or "sync",
+        drops=0.0 if CASES[cell.case] is None else plan.lost,
+        on_drop=CASES[cell.case] or "sync",
         schedules={"ilr": cosine(plan.rounds, plan.floor)},
         device=corpus.held_out.device,
-        seed=seed,
-        evaluate=lambda net: {"perplexity": perplexity(net, check)},
+        seed=cell.seed,
+        evaluate=lambda net: {"perplexity": perplexity(net, held_out)},
         evaluate_every=plan.every,
-        loggers=[lambda row: tell(row["round"])],
+        loggers=[lambda row: report(row["round"])],
         progress=False,
     )
     rows = [row for row in result.history if row["metrics"]]
-    return {
-        "rounds": [row["round"] for row in rows],
-        "perplexity": [row["metrics"]["perplexity"] for row in rows],
-        "device": corpus.held_out.device.type,
-    }
+    curve = [row["metrics"]["perplexity"] for row in rows]
+    return PerplexityCurve([row["round"] for row in rows], curve, corpus.held_out.device.type)
 
 
-Found = dict[tuple[str, str, int], dict[str, Any]]
+# --- What came out ----------------------------------------------------------------------------------------------------
 
 
-def _cells(record: Path, plan: Plan, corpus: Corpus, progress: bool) -> Found:
-    """The curve of every cell: from the record, or run now and recorded."""
-    history.drop_torn_line(record)  # a line that a kill cut short
-    keys = {
-        name: plan.key(f"{corpus.digest} {name} {sorted(plan.algorithms[name].items())}") for name in plan.algorithms
-    }
-    done: Found = {
-        (row["algorithm"], row["case"], row["seed"]): row["curve"]
-        for row in history.read(record)
-        if row["plan"] == keys.get(row["algorithm"])
-    }
-    every = [(name, case, seed) for seed in plan.seeds for name in plan.algorithms for case in CASES]
-    todo = [cell for cell in every if cell not in done]
-    with Progress(progress) as bar:
-        for number, cell in enumerate(todo):
-            name, case, seed = cell
-            label = f"{name}, {case}, seed {seed}"
-            told = functools.partial(_advanced, bar.update, number * plan.rounds, len(todo) * plan.rounds, label)
-            told(0)
-            done[cell] = measure(plan, corpus, name, case, seed, told)
-            row = {"algorithm": name, "case": case, "seed": seed, "round": plan.rounds, "curve": done[cell]}
-            history.append(record, {**row, "plan": keys[name]})
-        if todo:
-            bar.update(len(todo) * plan.rounds, len(todo) * plan.rounds, "done")
-    return done
+@dataclass(frozen=True)
+class DropsRow:
+    """One algorithm under one case. mean: by round; last: by seed; above: percent above `everybody`, by seed."""
+
+    algorithm: str
+    case: str
+    rounds: list[int]
+    mean: list[float]
+    last: list[float]
+    above: list[float]
+    mean_above: float
 
 
-def _advanced(advance: Callable[[int, int, str], None], before: int, total: int, label: str, t: int) -> None:
-    advance(before + t, total, label)
+@dataclass(frozen=True)
+class DropsResults:
+    """Perplexities, and percent above full participation.
+
+    Attributes:
+        spread: name -> percent between the best and the worst seed of `everybody`.
+        text: digest and sizes of the text.
+        device: where the cells were computed.
+        judged: whether the results are compared with what DiLoCo's authors report.
+    """
+
+    plan: DropsPlan
+    rows: tuple[DropsRow, ...]
+    spread: Mapping[str, float]
+    unigram: float
+    text: Mapping[str, Any]
+    device: str
+    judged: bool
+
+    def best(self) -> dict[str, float]:
+        """name -> percent above `everybody` of the better of sync and keep."""
+        lost = [row for row in self.rows if row.case != "everybody"]
+        return {name: min(r.mean_above for r in lost if r.algorithm == name) for name in self.plan.algorithms}
+
+    def within(self) -> dict[str, bool]:
+        """name -> whether that is at most what DiLoCo's authors report."""
+        return {name: value <= PUBLISHED for name, value in self.best().items()}
+
+    def as_json(self) -> dict[str, Any]:
+        """As results.json has it: without `within` where nothing is judged."""
+        return {
+            "best": self.best(),
+            "spread": dict(self.spread),
+            "published": PUBLISHED,
+            **({"within": self.within()} if self.judged else {}),
+            "unigram": self.unigram,
+            "text": dict(self.text),
+            "device": self.device,
+            "settings": as_json(self.plan),
+            "rows": as_json(self.rows),
+        }
 
 
-# --- What was seen ----------------------------------------------------------------------------------------------------
-
-
-def summarise(plan: Plan, corpus: Corpus, found: Found) -> dict[str, Any]:
-    """Perplexities, and percent above full participation by seed, as plain values."""
-    rows: list[dict[str, Any]] = []
+def summarise(
+    plan: DropsPlan, corpus: ByteCorpus, curves: Mapping[DropsCell, PerplexityCurve], judge: bool = True
+) -> DropsResults:
+    """Perplexities, and percent above full participation by seed."""
+    rows, spread = [], {}
     for name in plan.algorithms:
-        whole = [found[name, "everybody", seed]["perplexity"][-1] for seed in plan.seeds]
+        everybody = [curves[DropsCell(name, "everybody", seed)].perplexity[-1] for seed in plan.seeds]
+        spread[name] = 100 * (max(everybody) / min(everybody) - 1)
         for case in CASES:
-            curves = [found[name, case, seed]["perplexity"] for seed in plan.seeds]
-            last = [curve[-1] for curve in curves]
-            above = [100 * (value / base - 1) for value, base in zip(last, whole, strict=True)]
-            rows.append(
-                {
-                    "algorithm": name,
-                    "case": case,
-                    "rounds": found[name, case, plan.seeds[0]]["rounds"],
-                    "mean": [statistics.fmean(values) for values in zip(*curves, strict=True)],
-                    "last": last,
-                    "above": above,
-                    "mean_above": statistics.fmean(above),
-                }
-            )
-    best = {
-        name: min(r["mean_above"] for r in rows if r["algorithm"] == name and r["case"] != "everybody")
-        for name in plan.algorithms
-    }
-    ends = {row["algorithm"]: row["last"] for row in rows if row["case"] == "everybody"}
-    return {
-        "best": best,
-        "spread": {name: 100 * (max(last) / min(last) - 1) for name, last in ends.items()},
-        "published": PUBLISHED,
-        "within": {name: value <= PUBLISHED for name, value in best.items()},
-        "unigram": corpus.unigram,
-        "text": {
-            "digest": corpus.digest,
-            "training_bytes": sum(map(len, corpus.nodes)),
-            "held_out_bytes": len(corpus.held_out),
-        },
-        "device": " and ".join(sorted({curve["device"] for curve in found.values()})),
-        "settings": asdict(plan),
-        "rows": rows,
-    }
+            of_case = [curves[DropsCell(name, case, seed)] for seed in plan.seeds]
+            mean = [statistics.fmean(values) for values in zip(*(c.perplexity for c in of_case), strict=True)]
+            last = [curve.perplexity[-1] for curve in of_case]
+            above = [100 * (value / base - 1) for value, base in zip(last, everybody, strict=True)]
+            rows.append(DropsRow(name, case, of_case[0].rounds, mean, last, above, statistics.fmean(above)))
+    sizes = {"training_bytes": sum(map(len, corpus.nodes)), "held_out_bytes": len(corpus.held_out)}
+    device = " and ".join(sorted({curve.device for curve in curves.values()}))
+    text = {"digest": corpus.digest, **sizes}
+    return DropsResults(plan, tuple(rows), spread, corpus.unigram, text, device, judge)
 
 
-def report(plan: Plan, results: Mapping[str, Any]) -> str:
+def report(results: DropsResults) -> str:
     """Table, settings and verdict, as Markdown."""
-    lines = [
-        "| algorithm | contributions | held-out perplexity by byte, mean (range) | above everybody, mean (range) |",
-        "| --- | --- | ---: | ---: |",
-    ]
-    for row in results["rows"]:
-        lost = "all arrive" if row["case"] == "everybody" else f"{plan.lost:.0%} lost, {row['case']}"
-        above = "–" if row["case"] == "everybody" else _spread(row["above"], "{:+.2f} %")
-        lines.append(f"| {row['algorithm']} | {lost} | {_spread(row['last'], '{:.3f}')} | {above} |")
-    return "\n".join([*lines, "", *(f"- {line}" for line in _settings(plan, results)), "", *_verdict(results)]) + "\n"
+    rows = []
+    for row in results.rows:
+        everybody = row.case == "everybody"
+        lost = "all arrive" if everybody else f"{results.plan.lost:.0%} lost, {row.case}"
+        above = "–" if everybody else with_range(row.above, statistics.fmean, "{:+.2f} %")
+        rows.append([row.algorithm, lost, with_range(row.last, statistics.fmean, "{:.3f}"), above])
+    head = ["algorithm", "contributions", "held-out perplexity by byte, mean (range)", "above everybody, mean (range)"]
+    lines = [*markdown_table(head, rows, "llr"), "", *(f"- {line}" for line in _settings(results))]
+    return "\n".join([*lines, "", *_verdict(results)]) + "\n"
 
 
-def _settings(plan: Plan, results: Mapping[str, Any]) -> list[str]:
-    about = results["text"]
-    numbers = [f"{name}: {', '.join(f'{k} = {v:g}' for k, v in s.items())}" for name, s in plan.algorithms.items()]
+def _settings(results: DropsResults) -> list[str]:
+    plan, about = results.plan, results.text
+    numbers = [f"{name}: {settings_text(s, '{} = {:g}')}" for name, s in plan.algorithms.items()]
     return [
         f"GPT-2 of {plan.layers} layers, {plan.width} wide, {plan.heads} heads, {plan.context} bytes of context, bytes "
         f"as vocabulary, no dropout; {plan.nodes} nodes, {plan.rounds} rounds of {plan.local_steps} local steps of "
-        f"{plan.batch} windows; seeds {', '.join(map(str, plan.seeds))}; run on {results['device']}.",
+        f"{plan.batch} windows; seeds {', '.join(map(str, plan.seeds))}; run on {results.device}.",
         f"{about['training_bytes']:,} bytes of text to train on, dealt out to the nodes by stripes; perplexity on "
         f"{plan.windows} windows of {about['held_out_bytes']:,} held-out bytes, whose unigram perplexity is "
-        f"{results['unigram']:.2f}. SHA-256 of the text: {about['digest'][:16]}.",
+        f"{results.unigram:.2f}. SHA-256 of the text: {about['digest'][:16]}.",
         f"{'; '.join(numbers)}; inner learning rates fall to {plan.floor:g} of that by half a cosine. The same "
         "where contributions get lost.",
     ]
 
 
-def _verdict(results: Mapping[str, Any]) -> list[str]:
-    if "within" not in results:
+def _verdict(results: DropsResults) -> list[str]:
+    if not results.judged:
         return [UNJUDGED]
     words = {True: "at most the", False: "more than the"}
+    within = results.within()
     return [
         f"- {name}: the better of sync and keep ends {abs(value):.2f} % {'above' if value > 0 else 'below'} everybody: "
-        f"{words[results['within'][name]]} {PUBLISHED} % above that DiLoCo's authors report. Everybody itself differs "
-        f"by {results['spread'][name]:.1f} % between seeds; what is smaller than that says little."
-        for name, value in results["best"].items()
+        f"{words[within[name]]} {PUBLISHED} % above that DiLoCo's authors report. Everybody itself differs "
+        f"by {results.spread[name]:.1f} % between seeds; what is smaller than that says little."
+        for name, value in results.best().items()
     ]
 
 
-def _spread(values: Sequence[float], form: str) -> str:
-    mean, low, high = (form.format(v) for v in (statistics.fmean(values), min(values), max(values)))
-    return f"{mean} ({low} to {high})"
-
-
-# Okabe and Ito's colours, each with its own dashes and marker, so that print in grey tells them apart
-STYLE: dict[str, tuple[str, str, str]] = {
-    "everybody": ("#000000", "-", ""),
-    "sync": ("#0072B2", "--", "o"),
-    "keep": ("#D55E00", "-.", "s"),
+STYLES: Mapping[str, LineStyle] = {
+    "everybody": LineStyle("black"),
+    "sync": LineStyle("blue", "--", "o"),
+    "keep": LineStyle("vermillion", "-.", "s"),
 }
 
 
-def figure(results: Mapping[str, Any], path: Path) -> None:
-    """Held-out perplexity by round, a panel an algorithm."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    names = list(results["settings"]["algorithms"])
-    drawn, line = plt.subplots(
-        1, len(names), figsize=(5.5 * len(names), 4.2), sharey=True, squeeze=False, layout="constrained"
+def figure(results: DropsResults, path: Path) -> None:
+    """Held-out perplexity by round, one panel per algorithm."""
+    plan = results.plan
+    size = (5.5 * len(plan.algorithms), 4.2)
+    drawing, panels = pyplot().subplots(
+        1, len(plan.algorithms), figsize=size, sharey=True, squeeze=False, layout="constrained"
     )
-    for name, panel in zip(names, line[0], strict=True):
-        for row in [r for r in results["rows"] if r["algorithm"] == name]:
-            colour, dashes, marker = STYLE[row["case"]]
-            share = f" ({row['mean_above']:+.1f} % in the end)" if marker else ""
-            label = f"{row['case']}{share}"
-            panel.plot(
-                row["rounds"], row["mean"], label=label, color=colour, linestyle=dashes, marker=marker, markersize=4
-            )
-        panel.axhline(results["unigram"], color="#777777", linewidth=1, linestyle=":", label="unigram")
+    for name, panel in zip(plan.algorithms, panels[0], strict=True):
+        for row in [row for row in results.rows if row.algorithm == name]:
+            style = STYLES[row.case]
+            share = f" ({row.mean_above:+.1f} % in the end)" if style.marker else ""
+            panel.plot(row.rounds, row.mean, label=f"{row.case}{share}", markersize=4, **style.keywords())
+        panel.axhline(results.unigram, color="#777777", linewidth=1, linestyle=":", label="unigram")
         panel.set_yscale("log")
         panel.set_title(name, fontsize=10)
         panel.set_xlabel("round")
         panel.grid(alpha=0.25)
         panel.legend(fontsize=8)
-    line[0][0].set_ylabel("held-out perplexity by byte")
-    settings, seeds = results["settings"], len(results["settings"]["seeds"])
-    title = f"{settings['lost']:.0%} of contributions lost, {settings['nodes']} nodes, mean of {seeds} seeds"
-    drawn.suptitle(title, fontsize=11)
-    drawn.savefig(path, dpi=130)
-    plt.close(drawn)
+    panels[0][0].set_ylabel("held-out perplexity by byte")
+    title = f"{plan.lost:.0%} of contributions lost, {plan.nodes} nodes, mean of {len(plan.seeds)} seeds"
+    drawing.suptitle(title, fontsize=11)
+    save(drawing, path)
