@@ -120,7 +120,7 @@ class LocalRound:
     def _current_hparams(self) -> Hyperparameters:
         """Return what the inner optimizer steps with now; a list has one entry per parameter, where groups differ."""
         groups = self.optimizer.param_groups
-        hparams: dict[str, Any] = {"bias_correction": True}
+        hparams: dict[str, Any] = {}
         for name in BOUNDING:
             values = [group[name] for group in groups if name in group]
             if len(values) < len(groups):
@@ -131,6 +131,7 @@ class LocalRound:
             by_param = {id(p): value for group, value in zip(groups, values, strict=True) for p in group["params"]}
             # an entry for every parameter that is exchanged, also for one that was frozen since
             hparams[name] = [by_param.get(id(p), values[0]) for p in self._params]
+        hparams["bias_correction"] = True  # last: a checkpoint in the middle of a round keeps this order
         return hparams
 
     # what a checkpoint holds of it

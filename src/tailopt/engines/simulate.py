@@ -260,16 +260,24 @@ class _Simulation:
         )
 
     def _config(self, statistics: bool, records: _Records) -> dict[str, Any]:
-        """Return what the run folder says about this simulation."""
+        """Return what the run folder says about this simulation.
+
+        The order of the keys is part of the format: checkpoints contain the digest of config.toml.
+        """
         schedules = getattr(self.schedules, "schedules", self.schedules)
         named = sorted(schedules.items()) if isinstance(schedules, Mapping) else []
+        policy = self.policy.as_config()
+        seed = policy.pop("seed")
         config = {
+            **dict.fromkeys(("algorithm", "settings", "numbers", "inner_state", "send_preconditioner")),
             **algorithm_config(self.algorithm),
             "schedules": dict(named),
-            **self.policy.as_config(),
+            **dict.fromkeys(("rounds", "local_steps", "local_epochs")),
             **records.config,
+            **policy,
             "precision": self.precision,
             "statistics": statistics,
+            "seed": seed,
         }
         return {**{key: storable(value) for key, value in config.items()}, **records.describe}
 

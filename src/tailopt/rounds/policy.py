@@ -118,10 +118,13 @@ class RoundPolicy:
         return self.on_drop == "keep"
 
     def as_config(self) -> dict[str, Any]:
-        """Describe the policy for a run folder; None stands for what older folders do not name."""
-        dropping = self.on_drop if self.drops else None  # a simulation without drops has nothing to choose
-        if self.drops is None:
-            dropping = None if self.on_drop == "sync" else self.on_drop
+        """Describe the policy for a run folder; None stands for what older folders do not name.
+
+        The order of the keys is part of the format: checkpoints contain the digest of config.toml.
+        """
+        simulated = self.drops is not None
+        drops: dict[str, Any] = {"drops": self.drops, "on_drop": self.on_drop} if self.drops else {}
+        on_drop = {} if simulated or self.on_drop == "sync" else {"on_drop": self.on_drop}
         return {
             "inner_state": self.inner_state,
             "rounds": self.rounds,
@@ -132,12 +135,12 @@ class RoundPolicy:
             "participation": self.participation,
             "participants": self.participants,
             "sampling": self.sampling,
-            "drops": self.drops or None,
-            "on_drop": dropping,
+            **drops,
             "projection": self.projection,
             "average": self.average,
             "guard": self.guard,
             "aggregate": None if self.robust_mean is None else str(self.robust_mean),
+            **on_drop,
             "seed": self.seed,
         }
 

@@ -253,8 +253,8 @@ def measure(plan: DropsPlan, corpus: ByteCorpus, cell: DropsCell, report: Report
     """One simulation; `report` is called with every round that is done."""
     held_out = windows(corpus.held_out, plan.windows, plan.context, generator(0, "drops held-out"))
 
-    def batch(node: int, t: int, step: int, source: torch.Generator) -> Tensor:
-        return windows(corpus.nodes[node], plan.batch, plan.context, source)
+    def batch(node: int, round: int, step: int, generator: torch.Generator) -> Tensor:
+        return windows(corpus.nodes[node], plan.batch, plan.context, generator)
 
     result = simulate(
         model(plan, cell.seed),
