@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 import tailopt
+from tailopt.clipping.dispatch import KERNELS
 from tailopt.clipping.kernels.kernel import Batch
-from tailopt.clipping.reference import Coordinates, Step
-from tailopt.clipping.update import KERNELS
+from tailopt.clipping.reference import ClipByValue, Step
 from tailopt.native import library as native
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
@@ -65,7 +65,7 @@ def parameters(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor
 
 
 def kernel(name: str, params: list[Tensor]) -> Callable[[], None]:
-    batch = Batch(params, [p.grad for p in params], Step(Coordinates(NUMBERS["u"], NUMBERS["d"]), lr=NUMBERS["lr"]))  # type: ignore[misc]
+    batch = Batch(params, [p.grad for p in params], Step(ClipByValue(NUMBERS["u"], NUMBERS["d"]), lr=NUMBERS["lr"]))  # type: ignore[misc]
 
     def run() -> None:
         with torch.no_grad():

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tailopt.clipping.norms import _pairs_by_torch, largest, nonfinite, rescalings
-from tailopt.clipping.reference import Rescaled
+from tailopt.clipping.norms import _pairs_by_torch, largest, nonfinite, scalings
+from tailopt.clipping.reference import ScaleToNorm
 from tailopt.native.library import loaded
 
 INF, NAN = math.inf, math.nan
@@ -39,7 +39,7 @@ def root(square: Fraction) -> Fraction:
     return Fraction(math.isqrt((square.numerator << shift) // square.denominator), 1 << (shift // 2))
 
 
-def applied(clip: Rescaled, g: Tensor) -> list[Fraction]:
+def applied(clip: ScaleToNorm, g: Tensor) -> list[Fraction]:
     """What the rescaling makes of a gradient, exactly; so that its own numbers are judged, and no rounding of g's."""
     scale, norm, target = (Fraction(float(t)) for t in clip)
     return [Fraction(v) * scale / norm * target for v in parts(g)]
@@ -62,8 +62,8 @@ def fits(numbers: tuple, dtype: torch.dtype) -> bool:
     return all(info.tiny <= float(t) <= info.max for t in numbers[:2])
 
 
-def one_scope(grads: list[Tensor], u: float, d: float, dtype: torch.dtype, traced: bool) -> Rescaled:
-    (clip,) = rescalings(grads, grads, [0] * len(grads), 1, [(0, u, d, dtype)], traced)
+def one_scope(grads: list[Tensor], u: float, d: float, dtype: torch.dtype, traced: bool) -> ScaleToNorm:
+    (clip,) = scalings(grads, grads, [0] * len(grads), 1, [(0, u, d, dtype)], traced)
     assert all(isinstance(t, Tensor if traced else float) for t in clip)
     return clip
 
@@ -159,9 +159,9 @@ def test_a_norm_of_doubles_for_a_tensor_of_floats(traced: bool, size: float) -> 
     """Next to it floats are nothing: they become 0, and not 0 / 0."""
     g, zeros = torch.full((2,), size, dtype=torch.float64), torch.tensor([0.0, 0.0 if size < 1 else 1.0])
     wanted = [(0, 1.0, 0.5, torch.float64), (0, 1.0, 0.5, torch.float32)]
-    wide, narrow = rescalings([g, zeros], [g, zeros], [0, 0], 1, wanted, traced)
+    wide, narrow = scalings([g, zeros], [g, zeros], [0, 0], 1, wanted, traced)
     assert wide(g).tolist() == pytest.approx([(1.0 if size > 1 else 0.5) / math.sqrt(2)] * 2, rel=1e-12)
-    rounded = Rescaled(*(torch.as_tensor(t, dtype=torch.float64).float() for t in narrow))
+    rounded = ScaleToNorm(*(torch.as_tensor(t, dtype=torch.float64).float() for t in narrow))
     assert rounded(zeros).tolist() == pytest.approx([0.0, 0.0], abs=1e-38)
 
 
@@ -199,7 +199,7 @@ def test_scopes_are_apart(traced: bool) -> None:
         (2, 3.0, 0.0, torch.float32),
         (3, 3.0, 1.0, torch.float32),  # a scope without tensors
     ]
-    clips = rescalings(grads, grads, [0, 1, 0, 2], 4, wanted, traced)
+    clips = scalings(grads, grads, [0, 1, 0, 2], 4, wanted, traced)
     factors = [float(c.scale) / float(c.norm) * float(c.target) for c in clips]
     assert factors[:3] == pytest.approx([1 / 5, 8 / 5, 1 / 10], rel=1e-6)
     assert math.isnan(factors[3])
@@ -237,7 +237,7 @@ def test_traced_norms_have_derivatives() -> None:
     y = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
 
     def clipped(x: Tensor, y: Tensor, u: float, d: float) -> Tensor:
-        (clip,) = rescalings([x, y], [x, y], [0, 0], 1, [(0, u, d, torch.float64)], traced=True)
+        (clip,) = scalings([x, y], [x, y], [0, 0], 1, [(0, u, d, torch.float64)], traced=True)
         return torch.cat([clip(x), clip(y)])
 
     for u, d in ((1.0, 0.5), (10.0, 5.0), (10.0, 0.5), (INF, 0.0), (INF, 5.0)):
@@ -289,7 +289,7 @@ def test_equal_wishes_are_granted_once(traced: bool) -> None:
     grads, u = [torch.ones(2), torch.ones(3)], torch.tensor(0.5)
     kind = torch.float32
     wanted = [(0, 1.0, 0.0, kind), (1, 1.0, 0.0, kind), (0, 1.0, 0.0, kind), (0, u, 0.0, kind), (0, u, 0.0, kind)]
-    found = rescalings(grads, grads, [0, 1], 2, wanted, traced)
+    found = scalings(grads, grads, [0, 1], 2, wanted, traced)
     assert found[0] == found[2] != found[1] and found[3] == found[4] != found[0]
     if traced:  # tensors: equal because they are the same
         assert found[0] is found[2] and found[3] is found[4]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import tailopt
+from tailopt.clipping.dispatch import KERNELS
 from tailopt.clipping.kernels.kernel import Batch
-from tailopt.clipping.reference import Coordinates, Step
-from tailopt.clipping.update import KERNELS
+from tailopt.clipping.reference import ClipByValue, Step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,7 +82,7 @@ def test_as_on_the_cpu_without_waiting(name: str, dtype: torch.dtype, foreach: b
 def test_kernels_are_within_an_ulp_of_the_reference(kernel: str, dtype: torch.dtype) -> None:
     p, g = torch.randn(10_000).to(dtype), torch.randn(10_000).to(dtype)
     g[:5] = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf")])
-    step = Step(Coordinates(0.5, 0.1), lr=0.03, weight_decay=0.1)
+    step = Step(ClipByValue(0.5, 0.1), lr=0.03, weight_decay=0.1)
     want, got = p.clone(), p.cuda()
     KERNELS["reference"].run([Batch([want], [g], step)])
     KERNELS[kernel].run([Batch([got], [g.cuda()], step)])

@@ -203,7 +203,7 @@ def test_every_kind_of_gradient_is_looked_at_or_left_alone(kind: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_both_ways_to_count_find_the_same(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counts, "LOOK", 64)  # pieces
+    monkeypatch.setattr(counts, "PIECE", 64)  # pieces
     g = torch.randn(size, generator=torch.Generator().manual_seed(size)) ** 3
     g[::5] = 0.0
     g[::9] = float("nan")

@@ -1,8 +1,8 @@
 """What a pass over gradients can count, and how it is read.
 
-A pass adds into `Tallies` (seven words a tensor, and a histogram where asked for); nothing is read until somebody
-asks, so on a GPU nothing waits. `Counts` is what is read. `tally` is the pass in plain torch, for tensors the C kernel
-does not take; it counts the same things from the same elements.
+A pass adds to `Counters` (seven words per tensor, and a histogram on request); nothing is read before `statistics()` is
+called, so on a GPU nothing waits. `Counts` is what is read. `count_in_torch` is the pass in plain torch, for tensors
+that the C kernel does not take; it counts the same things from the same elements.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
+from tailopt.clipping.dtensor import is_dtensor
 from tailopt.clipping.memory import check_memory
 from tailopt.clipping.operators import arithmetic, check_thresholds, real_parts
-from tailopt.clipping.shards import is_dtensor
-from tailopt.native.library import DTYPES, Tallies, addresses, loaded, sizes
+from tailopt.native.library import DTYPES, Counters, addresses, loaded, sizes
 
 COMPLETE_BELOW = 65_536  # smaller tensors enter a histogram whole
 STRIDE = 32  # of larger ones, one cache line in so many
 LINE = 64  # bytes
-LOOK = 1 << 24  # elements that `moved_and_raised` holds a copy of
+PIECE = 1 << 24  # elements that `moved_and_raised` holds a copy of
 BATCHES = 10  # at least, to standardise by
 EXPONENT = 127  # octave k of a histogram holds 2^(k-127) <= |x| < 2^(k-126)
 
@@ -107,11 +107,11 @@ class Counts:
         return math.nan
 
 
-def read(tallies: Tallies) -> list[Counts]:
-    """The tallies as plain numbers, a `Counts` a slot. Waits for the device."""
-    integers, reals = tallies.integers.tolist(), tallies.reals.tolist()
-    octaves = tallies.bins.tolist() if tallies.bins is not None else None
-    fractions = tallies.logs.tolist() if tallies.logs is not None else None
+def read(counters: Counters) -> list[Counts]:
+    """The counters as plain numbers, one `Counts` per slot. Waits for the device."""
+    integers, reals = counters.integers.tolist(), counters.reals.tolist()
+    octaves = counters.bins.tolist() if counters.bins is not None else None
+    fractions = counters.logs.tolist() if counters.logs is not None else None
     result = []
     for i, (whole, real) in enumerate(zip(integers, reals, strict=True)):
         counts = Counts(*whole, *real)
@@ -144,10 +144,10 @@ def count(
     result: dict[str | int, Counts] = {}
     for name, tensor in named.items():
         local = tensor.to_local() if is_dtensor(tensor) else tensor
-        tallies = Tallies.empty(1, histogram=True, device=local.device)
-        tallies.phase = -1 if complete else 0
-        add([local], [0], (u, d, dead_zone), tallies)
-        result[name] = read(tallies)[0]
+        counters = Counters.empty(1, histogram=True, device=local.device)
+        counters.sample_offset = -1 if complete else 0
+        add([local], [0], (u, d, dead_zone), counters)
+        result[name] = read(counters)[0]
     return result
 
 
@@ -176,10 +176,10 @@ def standardised(gradients: Tensor | Sequence[Tensor]) -> Tensor:
     """
     stacked = gradients if isinstance(gradients, Tensor) else torch.stack([real_parts(g) for g in gradients])
     if stacked.ndim < 1 or stacked.shape[0] < BATCHES:
-        found = stacked.shape[0] if stacked.ndim else 0
+        batches = stacked.shape[0] if stacked.ndim else 0
         raise ValueError(
-            f"Invalid gradients: {found} batches; need {BATCHES} or more, better 50: the median of a few deviations is "
-            "so uncertain that it makes a heavy tail of its own."
+            f"Invalid gradients: {batches} batches; need {BATCHES} or more, better 50: the median of a few deviations "
+            "is so uncertain that it makes a heavy tail of its own."
         )
     rows = real_parts(stacked).detach()
     rows = rows.to(arithmetic(rows.dtype)).reshape(rows.shape[0], -1)
@@ -189,29 +189,31 @@ def standardised(gradients: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def add(
-    grads: Sequence[Tensor], slots: Sequence[int], thresholds: tuple[float, float, float], tallies: Tallies
+    grads: Sequence[Tensor], slots: Sequence[int], thresholds: tuple[float, float, float], counters: Counters
 ) -> None:
-    """Add what these gradients hold to their slots, by the C kernel where it can."""
+    """Count these gradients into their slots; those that the C kernel takes in one pass of it."""
     kernel = loaded()
-    taken = [i for i, g in enumerate(grads) if kernel and g.device.type == "cpu" and g.dtype in DTYPES and is_flat(g)]
-    if kernel and taken:
+    by_kernel = [
+        i for i, g in enumerate(grads) if kernel and g.device.type == "cpu" and g.dtype in DTYPES and is_flat(g)
+    ]
+    if kernel and by_kernel:
         row = (0.0, 1.0, 0.0, *thresholds, 1.0, 1.0, 1.0)
-        mine = [grads[i] for i in taken]
-        where = addresses(mine)
-        check_memory(mine, where)
+        dense = [grads[i] for i in by_kernel]
+        where = addresses(dense)
+        check_memory(dense, where)
         kernel.run_at(
             "count",
             None,
             where,
-            sizes(mine),
-            array("i", [DTYPES[g.dtype] for g in mine]),
-            [0] * len(taken),
+            sizes(dense),
+            array("i", [DTYPES[g.dtype] for g in dense]),
+            [0] * len(by_kernel),
             row,
-            tallies,
-            [slots[i] for i in taken],
+            counters,
+            [slots[i] for i in by_kernel],
         )
-    for i in set(range(len(grads))).difference(taken):
-        tally(grads[i], slots[i], thresholds, tallies)
+    for i in set(range(len(grads))).difference(by_kernel):
+        count_in_torch(grads[i], slots[i], thresholds, counters)
 
 
 def is_flat(g: Tensor) -> bool:
@@ -221,43 +223,43 @@ def is_flat(g: Tensor) -> bool:
     return g.layout == torch.strided and (g.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(g))
 
 
-def tally(g: Tensor, slot: int, thresholds: tuple[float | Tensor, ...], tallies: Tallies) -> None:
+def count_in_torch(g: Tensor, slot: int, thresholds: tuple[float | Tensor, ...], counters: Counters) -> None:
     """The counting pass in torch, on the gradient's device, without a synchronisation."""
     g = real_parts(g)
     u, d, dead = (t.to(arithmetic(g.dtype)) if isinstance(t, Tensor) else t for t in thresholds)
     a = g.detach().to(arithmetic(g.dtype)).abs()
     low, unmoved = a <= d, a <= dead
     finite = torch.isfinite(a)
-    kept = torch.where(finite, a, 0)
+    magnitudes = torch.where(finite, a, 0)
     elements = torch.full((), a.numel(), device=a.device)
     sums = (unmoved, low & ~unmoved, (a >= u) & ~low & ~unmoved, ~finite)
-    tallies.integers[slot] += torch.stack([elements, *(s.sum() for s in sums)])
-    reals = tallies.reals
-    reals[slot, 0] += kept.double().square().sum()
+    counters.integers[slot] += torch.stack([elements, *(s.sum() for s in sums)])
+    reals = counters.reals
+    reals[slot, 0] += magnitudes.double().square().sum()
     if a.numel():
-        reals[slot, 1] = torch.maximum(reals[slot, 1], kept.amax().double())
-    if tallies.bins is not None and tallies.logs is not None and a.numel():
-        if a.numel() >= COMPLETE_BELOW and tallies.phase >= 0:
-            a = a.reshape(-1)[_sampled(a.numel(), LINE // g.element_size(), tallies.phase, a.device)]
+        reals[slot, 1] = torch.maximum(reals[slot, 1], magnitudes.amax().double())
+    if counters.bins is not None and counters.logs is not None and a.numel():
+        if a.numel() >= COMPLETE_BELOW and counters.sample_offset >= 0:
+            a = a.reshape(-1)[_sampled(a.numel(), LINE // g.element_size(), counters.sample_offset, a.device)]
         octave, cell = _octave_and_cell(a.reshape(-1))
         log2 = (
             torch.log2(1 + (torch.arange(1024, dtype=torch.float64, device=a.device) + 0.5) / 1024) * 65536 + 0.5
         ).long()
-        tallies.bins[slot] += torch.zeros_like(tallies.bins[slot]).index_add_(0, octave, torch.ones_like(octave))
-        tallies.logs[slot] += torch.zeros_like(tallies.logs[slot]).index_add_(0, octave, log2[cell])
+        counters.bins[slot] += torch.zeros_like(counters.bins[slot]).index_add_(0, octave, torch.ones_like(octave))
+        counters.logs[slot] += torch.zeros_like(counters.logs[slot]).index_add_(0, octave, log2[cell])
 
 
 def moved_and_raised(g: Tensor, d: float | Tensor, dead_zone: float | Tensor) -> tuple[Tensor, Tensor]:
     """How many coordinates are beyond the dead zone, and how many of these are at or below d; no synchronisation.
 
-    Counts what `tally` calls elements - zero and below, in pieces where the thresholds are numbers: a step that looks
-    at its gradients needs little memory beside them.
+    These are `elements - zero` and `below` of `Counts`, counted in pieces if the thresholds are numbers, so that the
+    check needs little memory beside the gradients.
     """
     g = real_parts(g.detach())
     thresholds = [t.to(arithmetic(g.dtype)) if isinstance(t, Tensor) else t for t in (d, dead_zone)]
     plain = g.is_contiguous() and not any(isinstance(t, Tensor) and t.ndim for t in thresholds)
     moved, raised = torch.zeros(2, dtype=torch.int64, device=g.device).unbind()
-    for piece in g.view(-1).split(LOOK) if plain else [g]:
+    for piece in g.view(-1).split(PIECE) if plain else [g]:
         a = piece.to(arithmetic(g.dtype)).abs()
         beyond = ~(a <= thresholds[1])  # NaN too
         moved += beyond.sum()
@@ -265,11 +267,11 @@ def moved_and_raised(g: Tensor, d: float | Tensor, dead_zone: float | Tensor) ->
     return moved, raised
 
 
-def _sampled(n: int, line: int, phase: int, device: torch.device) -> Tensor:
-    """The positions of every STRIDE-th line from the phase on; as indices, since a mask would wait for its count."""
-    first = torch.arange(phase * line, n, STRIDE * line, device=device)
+def _sampled(n: int, line: int, offset: int, device: torch.device) -> Tensor:
+    """Positions of every STRIDE-th line from line `offset` on; as indices, since a mask would wait for its count."""
+    first = torch.arange(offset * line, n, STRIDE * line, device=device)
     positions = (first[:, None] + torch.arange(line, device=device)).reshape(-1)
-    left = (n - phase * line) % (STRIDE * line)  # elements from the last sampled line on
+    left = (n - offset * line) % (STRIDE * line)  # elements from the last sampled line on
     return positions[: positions.numel() - max(0, line - left)] if left else positions
 
 
@@ -284,54 +286,62 @@ def _octave_and_cell(a: Tensor) -> tuple[Tensor, Tensor]:
     return bits >> 23, (bits >> 13) & 1023
 
 
-class Watch:
-    """An optimizer's statistics: where its passes count, by device, and which sample comes next.
+class StatisticsRecorder:
+    """An optimizer's statistics: the counters that its passes add to, by device, and which sample comes next.
 
-    mode: "counts" (no histogram), "sampled" or "complete". A slot is a parameter's position in the optimizer.
+    A slot is a parameter's position in the optimizer: the row of the counters that it has.
+
+    Args:
+        mode: "counts" (no histogram), "sampled" or "complete".
+        n_slots: how many parameters there are; a pass may begin with more.
     """
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, n_slots: int = 0) -> None:
         self.mode = mode
-        self.passes = 0  # moves the sampled line; belongs to the statistics, so runs repeat
-        self._tallies: dict[torch.device, Tallies] = {}
+        self._n_slots = n_slots
+        self._passes = 0  # moves the sampled line; kept with the statistics, so that runs repeat
+        self._counters: dict[torch.device, Counters] = {}
         self._skipped: dict[torch.device, Tensor] = {}
 
-    def next_pass(self) -> None:
-        self.passes += 1
+    def begin_pass(self, n_slots: int) -> None:
+        """Prepare for the counts of one more step over so many parameters."""
+        self._passes += 1
+        self._n_slots = n_slots
 
-    def tallies(self, device: torch.device, slots: int) -> Tallies:
-        tallies = self._tallies.get(device)
-        if tallies is None or tallies.table.shape[0] < slots:
-            grown = Tallies.empty(slots, self.mode != "counts", device)
-            if tallies is not None:  # a group was added: keep what was counted
+    def counters(self, device: torch.device) -> Counters:
+        """Where a pass on this device counts."""
+        counters = self._counters.get(device)
+        if counters is None or counters.table.shape[0] < self._n_slots:
+            grown = Counters.empty(self._n_slots, self.mode != "counts", device)
+            if counters is not None:  # a group was added: keep what was counted
                 for new, old in zip(
-                    (grown.table, grown.bins, grown.logs), (tallies.table, tallies.bins, tallies.logs), strict=True
+                    (grown.table, grown.bins, grown.logs), (counters.table, counters.bins, counters.logs), strict=True
                 ):
                     if new is not None and old is not None:
                         new[: old.shape[0]] = old
-            self._tallies[device] = tallies = grown
-        tallies.phase = -1 if self.mode == "complete" else (self.passes - 1) % STRIDE
-        return tallies
+            self._counters[device] = counters = grown
+        counters.sample_offset = -1 if self.mode == "complete" else (self._passes - 1) % STRIDE
+        return counters
 
-    def skip(self, slot: int, slots: int, verdict: Tensor) -> None:
+    def skip(self, slot: int, n_slots: int, verdict: Tensor) -> None:
         """Count a skipped step where the verdict, a 0-dim bool on its device, is true."""
         counter = self._skipped.get(verdict.device)
-        if counter is None or counter.numel() < slots:
-            grown = torch.zeros(slots, dtype=torch.int64, device=verdict.device)
+        if counter is None or counter.numel() < n_slots:
+            grown = torch.zeros(n_slots, dtype=torch.int64, device=verdict.device)
             if counter is not None:
                 grown[: counter.numel()] = counter
             self._skipped[verdict.device] = counter = grown
         counter[slot] += verdict
 
-    def take(self, slots: int) -> list[Counts]:
-        """Everything counted so far, slot by slot; then start anew."""
-        total = [Counts()] * slots
-        for tallies in self._tallies.values():
-            for i, counts in enumerate(read(tallies)):
+    def take(self, n_slots: int) -> list[Counts]:
+        """Everything counted since the last call, slot by slot; the counters start again at zero."""
+        total = [Counts()] * n_slots
+        for counters in self._counters.values():
+            for i, counts in enumerate(read(counters)):
                 total[i] = total[i] + counts
         for counter in self._skipped.values():
             for i, skipped in enumerate(counter.tolist()):
                 total[i] = total[i] + Counts(skipped=skipped)
-        self._tallies.clear()
+        self._counters.clear()
         self._skipped.clear()
         return total

@@ -1,6 +1,6 @@
 """Norms over many tensors and shards: for L2Clip's scopes, and the largest gradient for an automatic dead zone.
 
-A sum of squares is kept as a pair (m, q) that stands for m^2 * q in float64: m is 1 unless the elements are float64
+A sum of squares is a pair (m, q) of float64 numbers with the value m^2 * q: m is 1 unless the elements are float64
 numbers whose squares leave the range, so that no norm overflows or underflows while the elements are representable.
 Everything stays on the device; one collective covers all shards.
 """
@@ -9,48 +9,75 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tailopt.clipping.counts import add
-from tailopt.clipping.operators import real_parts
-from tailopt.clipping.reference import Number, Rescaled
-from tailopt.clipping.shards import by_ranks, is_dtensor, over_shards
-from tailopt.native.library import Tallies
+from tailopt.clipping.dtensor import by_ranks, is_dtensor, over_shards
+from tailopt.clipping.operators import Number, real_parts
+from tailopt.clipping.reference import ScaleToNorm
+from tailopt.native.library import Counters
 
 UNTHRESHOLDED = (float("inf"), 0.0, 0.0)
 
 
-def rescalings(
+class NormRequest(NamedTuple):
+    """Whose norm is to be brought between which thresholds, for which type of the arithmetic."""
+
+    scope: int
+    u: Number
+    d: Number
+    dtype: torch.dtype
+
+
+def scalings(
     grads: Sequence[Tensor],
     owners: Sequence[Tensor],
-    scope: Sequence[int],
-    scopes: int,
-    wanted: Sequence[tuple[int, Number, Number, torch.dtype]],
+    scopes: Sequence[int],
+    n_scopes: int,
+    requests: Sequence[NormRequest],
     traced: bool = False,
-) -> list[Rescaled]:
-    """How gradients are to be rescaled so that the norm of their scope lies between d and u.
+) -> list[ScaleToNorm]:
+    """One scaling for each request, after which the norm of its scope lies between d and u.
 
-    grads: this rank's part of every gradient; owners: the parameters they belong to; scope: the scope each is in.
-    wanted: (scope, u, d, type of the arithmetic), one for every result. traced: through torch operations alone, so that
-    autograd and compilers can follow; then, and off the CPU, a result holds 0-dim tensors, else numbers.
+    Args:
+        grads: this rank's part of every gradient.
+        owners: the parameters that the gradients belong to.
+        scopes: the scope of each gradient.
+        n_scopes: how many there are, on every rank the same, even if no gradient of this rank is in some of them.
+        requests: what to form.
+        traced: use torch operations alone, which autograd and compilers can follow. Then, and off the CPU, a scaling
+            holds 0-dim tensors, else numbers.
     """
-    pairs = _over_scopes(grads, owners, scope, scopes, traced)
+    pairs = _over_scopes(grads, owners, scopes, n_scopes, traced)
     if pairs.device.type == "cpu" and not traced:
         numbers = pairs.tolist()
-        return [rescaled(numbers[k][0], numbers[k][1], float(u), float(d), dtype) for k, u, d, dtype in wanted]
-    made: dict[tuple[int, Number, Number, torch.dtype], Rescaled] = {}
-    for want in wanted:
-        if want not in made:  # two dozen launches each; and whoever gets the same object can take the step together
-            k, u, d, dtype = want
-            made[want] = _rescaled_on_device(pairs[k, 0], pairs[k, 1], u, d, dtype)
-    return [made[want] for want in wanted]
+        return [scaling(numbers[k][0], numbers[k][1], float(u), float(d), dtype) for k, u, d, dtype in requests]
+    formed: dict[NormRequest, ScaleToNorm] = {}
+    for request in requests:
+        if request not in formed:  # two dozen launches each; and batches with the same object can step together
+            k, u, d, dtype = request
+            u, d = (t.reshape(()) if isinstance(t, Tensor) else t for t in (u, d))
+            formed[request] = scaling_in_torch(pairs[k, 0], pairs[k, 1], u, d, dtype)
+    return [formed[request] for request in requests]
+
+
+def auto_dead_zone(top: Tensor, u: Number, dtype: torch.dtype) -> Number:
+    """dead_zone="auto": 4 * eps * top, at most u, where top is max|g| over all parameters.
+
+    A number on the CPU, else a 0-dim tensor: nothing waits for a device.
+    """
+    zone = 4 * torch.finfo(dtype).eps * top
+    if zone.is_cpu and not isinstance(u, Tensor):
+        return min(zone.item(), u)
+    return torch.minimum(zone, u.to(zone) if isinstance(u, Tensor) else torch.full_like(zone, u))
 
 
 def largest(grads: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
     """max |g| over the finite elements of all gradients and all their shards; a 0-dim float64 tensor."""
-    tops = _tallied(grads).reals[:, 1]
+    tops = _counted(grads).reals[:, 1]
     result = tops.new_zeros(())
     for groups, members in by_ranks(owners).items():
         over = over_shards(_rows(tops, members).amax(), groups, lambda parts: parts.amax(0))
@@ -60,11 +87,11 @@ def largest(grads: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
 
 def nonfinite(grads: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
     """How many elements of each gradient are not finite, over all its shards."""
-    found = _tallied(grads).integers[:, 4].clone()
+    counts = _counted(grads).integers[:, 4].clone()
     for groups, members in by_ranks(owners).items():
         if groups:
-            found[members] = over_shards(found[members], groups, lambda parts: parts.sum(0))
-    return found
+            counts[members] = over_shards(counts[members], groups, lambda parts: parts.sum(0))
+    return counts
 
 
 def _rows(x: Tensor, members: Sequence[int]) -> Tensor:
@@ -72,42 +99,42 @@ def _rows(x: Tensor, members: Sequence[int]) -> Tensor:
     return torch.stack([x[i] for i in members])
 
 
-def _tallied(grads: Sequence[Tensor]) -> Tallies:
-    tallies = Tallies.empty(len(grads), device=grads[0].device if grads else None)
-    add(grads, range(len(grads)), UNTHRESHOLDED, tallies)
-    return tallies
+def _counted(grads: Sequence[Tensor]) -> Counters:
+    counters = Counters.empty(len(grads), device=grads[0].device if grads else None)
+    add(grads, range(len(grads)), UNTHRESHOLDED, counters)
+    return counters
 
 
 def _over_scopes(
-    grads: Sequence[Tensor], owners: Sequence[Tensor], scope: Sequence[int], scopes: int, traced: bool
+    grads: Sequence[Tensor], owners: Sequence[Tensor], scopes: Sequence[int], n_scopes: int, traced: bool
 ) -> Tensor:
-    """[scopes, 2]: the pair of every scope, over all shards."""
+    """[n_scopes, 2]: the pair of every scope, over all shards."""
     on_cpu = not grads or grads[0].device.type == "cpu"
     pairs = _pairs_by_kernel(grads) if on_cpu and not traced else _pairs_by_torch(grads, traced)
-    if scopes == 1 and not any(map(is_dtensor, owners)):  # the usual case, and small steps notice the rest
+    if n_scopes == 1 and not any(map(is_dtensor, owners)):  # the usual case; the rest is noticeable in a small step
         return _fold(pairs)[None]
     nothing = torch.stack([pairs.new_ones(()), pairs.new_zeros(())])
-    total = nothing.expand(scopes, 2)
+    total = nothing.expand(n_scopes, 2)
     for groups, members in by_ranks(owners).items():
-        inside: list[list[int]] = [[] for _ in range(scopes)]
+        inside: list[list[int]] = [[] for _ in range(n_scopes)]
         for i in members:
-            inside[scope[i]].append(i)
+            inside[scopes[i]].append(i)
         local = torch.stack([pairs[m[0]] if len(m) == 1 else _fold(_rows(pairs, m)) if m else nothing for m in inside])
         total = _fold(torch.stack([total, over_shards(local, groups, _fold)]))
     return total
 
 
 def _pairs_by_kernel(grads: Sequence[Tensor]) -> Tensor:
-    tallies = _tallied(grads)
-    squares, top = tallies.reals.unbind(1)
+    counters = _counted(grads)
+    squares, top = counters.reals.unbind(1)
     pairs = torch.stack([torch.ones_like(squares), squares], dim=1)
     for i, g in enumerate(grads):
         if g.dtype in (torch.float64, torch.complex128) and top[i] > 0 and not 1e-270 < squares[i] < 1e300:
             pairs[i, 0] = top[i]
             pairs[i, 1] = (real_parts(g) / top[i]).square().sum()
     pairs[:, 1] = torch.where(
-        tallies.integers[:, 4] > 0, float("nan"), pairs[:, 1]
-    )  # the tally left these elements out
+        counters.integers[:, 4] > 0, float("nan"), pairs[:, 1]
+    )  # the counters left these elements out
     return pairs
 
 
@@ -139,50 +166,52 @@ def _fold(pairs: Tensor) -> Tensor:
     return torch.stack([top, (q * (m / top).square()).sum(0)], dim=-1)
 
 
-def rescaled(m: float, q: float, u: float, d: float, dtype: torch.dtype) -> Rescaled:
+def scaling(m: float, q: float, u: float, d: float, dtype: torch.dtype) -> ScaleToNorm:
     """The norm n = m * sqrt(q) against its thresholds, in numbers.
 
     A norm outside the range of the arithmetic is brought back by a power of two, so that neither it nor the quotient
     g / n is lost.
     """
     if q == 0:
-        return Rescaled(1.0, 1.0, 0.0)
+        return ScaleToNorm(1.0, 1.0, 0.0)
     if math.isnan(q):
-        return Rescaled(1.0, math.nan, 1.0)
+        return ScaleToNorm(1.0, math.nan, 1.0)
     limits, root = torch.finfo(dtype), math.sqrt(q)
     scale = 1.0
     if not limits.tiny <= m * root <= limits.max:
-        reach = _REACH[dtype]
-        scale = 2.0 ** -max(-reach, min(reach, math.frexp(m)[1] + math.frexp(root)[1]))
+        limit = _MAX_EXPONENT[dtype]
+        scale = 2.0 ** -max(-limit, min(limit, math.frexp(m)[1] + math.frexp(root)[1]))
     norm = m * scale * root
     if scale > 1:  # an fp32 tensor beside fp64 ones of that size can only be zero
         norm = max(norm, limits.tiny)
     if norm <= d * scale:
-        return Rescaled(scale, norm, d)
+        return ScaleToNorm(scale, norm, d)
     if norm >= u * scale:
-        return Rescaled(scale, norm, u)
-    return Rescaled(1.0, 1.0, 1.0)
+        return ScaleToNorm(scale, norm, u)
+    return ScaleToNorm(1.0, 1.0, 1.0)
 
 
-# The largest powers of two by which a number of the type can be multiplied: 2^reach itself is a normal number.
-_REACH = {torch.float32: 126, torch.float64: 1000}
+# The largest power of two that a scale may have, of the type: 2^126 and 2^1000 are normal numbers themselves.
+_MAX_EXPONENT = {torch.float32: 126, torch.float64: 1000}
 
 
-def _rescaled_on_device(m: Tensor, q: Tensor, u: Number, d: Number, dtype: torch.dtype) -> Rescaled:
-    """`rescaled` in 0-dim float64 tensors: nothing waits for the norm, and autograd can follow it."""
-    u, d = (
-        t.reshape(()).to(m) if isinstance(t, Tensor) else torch.full_like(m, t) for t in (u, d)
-    )  # a number becomes a fill on the device, not a copy to it
-    limits, reach = torch.finfo(dtype), _REACH[dtype]
+def scaling_in_torch(m: Tensor, q: Tensor, u: Number, d: Number, dtype: torch.dtype) -> ScaleToNorm:
+    """`scaling` in float64 tensors: nothing waits for the norm, and autograd can follow it.
+
+    m and q may have dimensions, one entry for each of many vectors; u and d broadcast against them.
+    """
+    # a number becomes a fill on the device, not a copy to it
+    u, d = (t.to(m) if isinstance(t, Tensor) else torch.full_like(m, t) for t in (u, d))
+    limits, largest_exponent = torch.finfo(dtype), _MAX_EXPONENT[dtype]
     empty = q == 0
     root = torch.where(empty, 1.0, q).sqrt()
     exponent = torch.frexp(m.detach())[1] + torch.frexp(root.detach())[1]
     fits = (m * root >= limits.tiny) & (m * root <= limits.max) | torch.isnan(q)
-    scale = torch.exp2(-torch.where(fits, 0, exponent.clamp(-reach, reach)).double())
+    scale = torch.exp2(-torch.where(fits, 0, exponent.clamp(-largest_exponent, largest_exponent)).double())
     norm = m * scale * root
     norm = torch.where(scale > 1, norm.clamp(min=limits.tiny), norm)  # an fp32 tensor beside such fp64 ones is zero
     low, high = norm <= d * scale, norm >= u * scale
     clipped = (low | high) & ~empty
     target = torch.where(empty, 0.0, torch.where(low, d, torch.where(high, u, 1.0)))
     numbers = torch.where(clipped, scale, 1.0), torch.where(clipped | torch.isnan(norm), norm, 1.0), target
-    return Rescaled(*(t.to(dtype) for t in numbers))
+    return ScaleToNorm(*(t.to(dtype) for t in numbers))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tailopt.clipping.shards import is_dtensor, replicated, summed, whole
+from tailopt.clipping.dtensor import is_dtensor, replicated, summed, whole
 
 Number = float | Tensor
 

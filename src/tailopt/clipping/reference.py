@@ -3,7 +3,7 @@
     p <- fma(-lr, clip(g), p * (1 - lr * weight_decay))
 
 fp64 is computed in itself, everything else in fp32; numbers are rounded once to that type, the result once to the
-parameter's. `Coordinates` and `Rescaled` are the two ways to clip, `Step` a clip with the numbers of a param group.
+parameter's. `ClipByValue` and `ScaleToNorm` are the two ways to clip, `Step` is a clip with the numbers of a group.
 Kernels take the same `Step` and must give the same bits. Nothing here is fast, and nothing here is optimised.
 """
 
@@ -14,12 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tailopt.clipping.operators import arithmetic, clip_coordinates
-
-Number = float | Tensor
+from tailopt.clipping.operators import Number, arithmetic, clip_coordinates
 
 
-class Coordinates(NamedTuple):
+class ClipByValue(NamedTuple):
     """Clip each coordinate: the magnitude into [d, u], the sign kept, nothing at or below dead_zone moved."""
 
     u: Number
@@ -30,7 +28,7 @@ class Coordinates(NamedTuple):
         return clip_coordinates(g, self.u, self.d, self.dead_zone)
 
 
-class Rescaled(NamedTuple):
+class ScaleToNorm(NamedTuple):
     """Give a vector of known norm another length: ((g * scale) / norm) * target.
 
     `scale` is 1, or a power of two that brings a norm outside the type's range back into it; (1, 1, 1) is the
@@ -48,7 +46,7 @@ class Rescaled(NamedTuple):
 class Step(NamedTuple):
     """One param group's numbers for one step."""
 
-    clip: Coordinates | Rescaled
+    clip: ClipByValue | ScaleToNorm
     lr: Number
     weight_decay: float = 0.0
     maximize: bool = False
@@ -59,19 +57,19 @@ class Step(NamedTuple):
         return 1 - lr * self.weight_decay
 
 
-def step(p: Tensor, g: Tensor, how: Step) -> Tensor:
+def step(p: Tensor, g: Tensor, numbers: Step) -> Tensor:
     """The parameter after one step, as a new tensor.
 
     Examples:
         >>> p, g = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([9.0, 0.0, -1e-6])
-        >>> step(p, g, Step(Coordinates(u=0.5, d=0.1), lr=1.0))
+        >>> step(p, g, Step(ClipByValue(u=0.5, d=0.1), lr=1.0))
         tensor([0.5000, 1.0000, 1.1000])
     """
     dtype = arithmetic(p.dtype)
     wide, g = p.to(dtype), g.to(dtype)
-    c = how.clip(-g if how.maximize else g)
-    decayed = wide if how.weight_decay == 0 else wide * rounded(how.decay(dtype), dtype)
-    return fma(-rounded(how.lr, dtype), c, decayed).to(p.dtype)
+    c = numbers.clip(-g if numbers.maximize else g)
+    decayed = wide if numbers.weight_decay == 0 else wide * rounded(numbers.decay(dtype), dtype)
+    return fma(-rounded(numbers.lr, dtype), c, decayed).to(p.dtype)
 
 
 def rounded(value: Number, dtype: torch.dtype) -> Tensor:

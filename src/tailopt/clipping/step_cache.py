@@ -8,7 +8,6 @@ out again. It holds numbers and addresses, never a tensor, so it keeps no memory
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -16,13 +15,11 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from tailopt.clipping.kernels.kernel import Batch
+from tailopt.clipping.kernels.kernel import PLAIN_TYPES, Batch, row
 from tailopt.clipping.memory import check_memory
 from tailopt.clipping.operators import arithmetic
-from tailopt.clipping.reference import Coordinates, Step
+from tailopt.clipping.reference import Step
 from tailopt.native.library import DTYPES, addresses, sizes
-
-ROW = 9  # numbers of a step, as `Row` in cpu.c
 
 
 class StepCache:
@@ -131,14 +128,6 @@ class StepCache:
             self._row_of_param.extend([row_of_type[t] for t in types])
 
 
-def row(step: Step, dtype: torch.dtype) -> tuple[float, ...]:
-    """The numbers of a step in the order of `Row` in cpu.c."""
-    clip = tuple(map(float, step.clip))
-    sides = (clip + (1.0, 1.0, 1.0)) if isinstance(step.clip, Coordinates) else ((math.inf, 0.0, 0.0) + clip)
-    decay = float(step.decay(dtype)) if step.weight_decay else 1.0
-    return (-float(step.lr), decay, float(step.maximize), *sides)
-
-
 def go_together(params: list[Tensor], grads: list[Tensor]) -> bool:
     """Whether the C kernel can walk through parameters and gradients side by side."""
     dtypes = list(map(_DTYPE, params))
@@ -173,4 +162,3 @@ def _comparison(tensors: list[Tensor]) -> Callable[..., bool] | None:
 
 
 _DTYPE, _ON_CPU, _LAYOUT = attrgetter("dtype"), attrgetter("is_cpu"), attrgetter("layout")
-PLAIN_TYPES = {Tensor, torch.nn.Parameter}

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tailopt.clipping.shards import is_dtensor
+from tailopt.clipping.dtensor import is_dtensor
 from tailopt.distributed.exchange import ALIKE
 from tailopt.distributed.rank_group import RankGroup
 from tailopt.distributed.shared_state import OtherNodes, merged_meta, read, shared_of

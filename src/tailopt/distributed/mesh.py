@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tailopt.clipping.shards import by_ranks, is_dtensor
+from tailopt.clipping.dtensor import by_ranks, is_dtensor
 
 
 def local_tensor(p: Tensor) -> Tensor:

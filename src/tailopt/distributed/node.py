@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tailopt.clipping.shards import is_dtensor
+from tailopt.clipping.dtensor import is_dtensor
 from tailopt.distributed import flat_kernels
 from tailopt.distributed.exchange import Exchange
 from tailopt.distributed.mesh import local_tensor, rank_group

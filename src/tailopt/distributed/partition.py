@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tailopt.clipping.shards import by_ranks, local_part
+from tailopt.clipping.dtensor import by_ranks, local_part
 from tailopt.distributed.layout import Layout, Segment
 from tailopt.rounds.block_norm import BLOCK
 from tailopt.rounds.guard import Bound

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tailopt.clipping.shards import by_ranks, is_dtensor, local_part, over_shards
+from tailopt.clipping.dtensor import by_ranks, is_dtensor, local_part, over_shards
 from tailopt.clipping.step_cache import StepCache
 from tailopt.distributed.mesh import local_tensor
 from tailopt.engines.model_state import as_real

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tailopt.clipping.shards import is_dtensor
+from tailopt.clipping.dtensor import is_dtensor
 from tailopt.distributed.rank_group import RankGroup
 from tailopt.records import checkpoints
 from tailopt.records.checkpoints import Snapshot

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tailopt.algorithms import Algorithm
-from tailopt.clipping.counts import Counts, Watch, tally
+from tailopt.clipping.counts import Counts, StatisticsRecorder, count_in_torch
 from tailopt.clipping.step_cache import StepCache
 from tailopt.engines.batches import BatchSource, LossFunction, batch_digest, to_device
 from tailopt.engines.model_state import ModelState, as_real
@@ -113,8 +113,8 @@ class Sequential:
         inner = self._inner_states(state, node)
         # a node that did not start from the global weights may have come from anywhere: nothing bounds it
         limit = training.hparams.bound(t, steps_done, steps) if local is None else Bound(None)
-        watch = Watch("counts") if training.statistics else None
-        losses = self._local_steps(node, t, steps, inner, watch)
+        recorder = StatisticsRecorder("counts", len(model_state.params)) if training.statistics else None
+        losses = self._local_steps(node, t, steps, inner, recorder)
         ended = model_state.local_state() if keep_local else None
         delta, flat = model_state.subtract(state, start)
         return Contribution(
@@ -128,10 +128,12 @@ class Sequential:
             steps=steps,
             inner=[copied_to(s, "cpu") for s in inner] if training.algorithm.inner_state == "keep" else None,
             local=ended,
-            statistics=watch.take(len(model_state.params)) if watch is not None else None,
+            statistics=recorder.take(len(model_state.params)) if recorder is not None else None,
         )
 
-    def _local_steps(self, node: int, t: int, steps: int, inner: Sequence[State], watch: Watch | None) -> list[Tensor]:
+    def _local_steps(
+        self, node: int, t: int, steps: int, inner: Sequence[State], recorder: StatisticsRecorder | None
+    ) -> list[Tensor]:
         """Take the local steps of a node's round; returns their losses."""
         params, steps_done, at = self._model_state.params, self.steps_done[node], self._training.hparams.at
         seed = derive(self._seed, "model", t, node)
@@ -148,7 +150,7 @@ class Sequential:
                 losses.append(self._backward(to_device(batch, self._device), params))
             except Exception as error:
                 raise _with_place(error, node, t, step) from error.__cause__
-            self._inner_step(params, inner, at(t, steps_done + step), watch)
+            self._inner_step(params, inner, at(t, steps_done + step), recorder)
         for p in params:
             p.grad = None
         return losses
@@ -182,7 +184,7 @@ class Sequential:
         params: Sequence[torch.nn.Parameter],
         states: Sequence[State],
         hparams: Hyperparameters,
-        watch: Watch | None,
+        recorder: StatisticsRecorder | None,
     ) -> None:
         weights = self._model_state.weights
         grads = [g for p in params if (g := p.grad) is not None]
@@ -190,10 +192,10 @@ class Sequential:
         moving = range(len(params)) if all_move else [i for i, p in enumerate(params) if p.grad is not None]
         if any(map(Tensor.is_complex, grads)):
             grads = [as_real(g) for g in grads]
-        if watch is not None:
+        if recorder is not None:
             for i, g in zip(moving, grads, strict=True):
                 u, d, zone = per_param(hparams.get("u", float("inf")), i), per_param(hparams.get("d", 0.0), i), 0.0
-                tally(g.coalesce() if g.is_sparse else g, i, (u, d, zone), watch.tallies(g.device, len(params)))
+                count_in_torch(g.coalesce() if g.is_sparse else g, i, (u, d, zone), recorder.counters(g.device))
         if not all_move:  # a parameter that the loss did not reach keeps its value and its state
             hparams = {k: [v[i] for i in moving] if isinstance(v, list) else v for k, v in hparams.items()}
             weights, states = [weights[i] for i in moving], [states[i] for i in moving]

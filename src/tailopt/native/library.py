@@ -65,18 +65,18 @@ class Library:
         which_row: Sequence[int],
         rows: Sequence[float],
         *,
-        tallies: Tallies | None = None,
+        counters: Counters | None = None,
         slots: Sequence[int] | None = None,
         variant: str | None = None,
         threads: int | None = None,
     ) -> None:
         """One pass. The tensors must be dense CPU tensors of DTYPES, each parameter strided like its gradient.
 
-        rows: 9 numbers a row, as `Row` in cpu.c. tallies: where to add what was counted, at `slots`.
+        rows: 9 numbers a row, as `Row` in cpu.c. counters: where to add what was counted, at `slots`.
         """
         where = addresses(params) if params is not None else None
         layout = sizes(grads), array("i", [DTYPES[g.dtype] for g in grads])
-        self.run_at(operation, where, addresses(grads), *layout, which_row, rows, tallies, slots, variant, threads)
+        self.run_at(operation, where, addresses(grads), *layout, which_row, rows, counters, slots, variant, threads)
 
     def run_at(
         self,
@@ -87,7 +87,7 @@ class Library:
         dtypes: array[int],
         which_row: Sequence[int],
         rows: Sequence[float],
-        tallies: Tallies | None = None,
+        counters: Counters | None = None,
         slots: Sequence[int] | None = None,
         variant: str | None = None,
         threads: int | None = None,
@@ -95,7 +95,7 @@ class Library:
         """`run` for callers that know addresses and sizes already; they keep the tensors alive meanwhile."""
         n = len(grads)
         row, numbers = array("i", which_row), array("d", rows)
-        slot = array("i", range(n) if slots is None else slots) if tallies is not None else row  # not read without
+        slot = array("i", range(n) if slots is None else slots) if counters is not None else row  # not read without
         failed = self._pass(
             OPERATIONS[operation],
             *self._way(variant, threads),
@@ -107,10 +107,10 @@ class Library:
             row.buffer_info()[0],
             numbers.buffer_info()[0],
             slot.buffer_info()[0],
-            tallies.table.data_ptr() if tallies is not None else None,
-            tallies.bins.data_ptr() if tallies is not None and tallies.bins is not None else None,
-            tallies.logs.data_ptr() if tallies is not None and tallies.logs is not None else None,
-            -1 if tallies is None else tallies.phase,
+            counters.table.data_ptr() if counters is not None else None,
+            counters.bins.data_ptr() if counters is not None and counters.bins is not None else None,
+            counters.logs.data_ptr() if counters is not None and counters.logs is not None else None,
+            -1 if counters is None else counters.sample_offset,
         )
         if failed:
             raise MemoryError(f"No memory for the partial sums of a pass over {n} tensors.")
@@ -298,16 +298,16 @@ def sizes(tensors: Sequence[Tensor]) -> array[int]:
 
 
 @dataclass
-class Tallies:
+class Counters:
     """What passes add up: [slots, 7] words as `Tally` in cpu.c, and histograms where asked for."""
 
     table: Tensor
     bins: Tensor | None = None
     logs: Tensor | None = None
-    phase: int = -1  # which line in 32 of a large tensor is sampled; -1: all
+    sample_offset: int = -1  # which cache line in 32 of a large tensor is sampled; -1: all
 
     @classmethod
-    def empty(cls, slots: int, histogram: bool = False, device: torch.device | None = None) -> Tallies:
+    def empty(cls, slots: int, histogram: bool = False, device: torch.device | None = None) -> Counters:
         table = torch.zeros(slots, 7, dtype=torch.int64, device=device)
         if not histogram:
             return cls(table)

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import _use_grad_for_differentiable
 
-from tailopt.clipping.counts import Watch
+from tailopt.clipping.counts import StatisticsRecorder
+from tailopt.clipping.dispatch import update
+from tailopt.clipping.dtensor import local_pair
 from tailopt.clipping.kernels.kernel import Batch
-from tailopt.clipping.norms import largest
-from tailopt.clipping.operators import arithmetic
-from tailopt.clipping.reference import Coordinates, Number, Step
-from tailopt.clipping.shards import local_pair
+from tailopt.clipping.norms import auto_dead_zone, largest
+from tailopt.clipping.operators import Number, arithmetic
+from tailopt.clipping.reference import ClipByValue, Step
 from tailopt.clipping.step_cache import StepCache
-from tailopt.clipping.update import update
 from tailopt.optimizers.shell import Group, Shell, by_way, restore
 from tailopt.optimizers.threshold_warning import ThresholdCheck
 
@@ -127,17 +127,17 @@ class BiClip(Shell):
             names = self.names()
             self._threshold_check.look(batches, {key: names[slot] for key, slot in self._slots().items()})
         batches, kept = self._refuse_nonfinite(batches, lambda b, i: id(batches[b][1].params[i]))
-        watch, slots = None, 0
+        recorder = None
         if self._statistics is not None:
-            watch, slots = self._watch, len(self.names())
-            watch.next_pass()
+            recorder = self._recorder
+            recorder.begin_pass(len(self.names()))
         for name, same in by_way(batches).items():
             if name == "fused":
-                _fused_biclip(same, self._cache, watch, slots)
+                _fused_biclip(same, self._cache, recorder)
             elif name == "single":
-                _single_tensor_biclip(same, watch, slots)
+                _single_tensor_biclip(same, recorder)
             else:
-                _multi_tensor_biclip(same, self._cache, watch, slots, "foreach" if name == "foreach" else None)
+                _multi_tensor_biclip(same, self._cache, recorder, "foreach" if name == "foreach" else None)
         restore(kept)
         return loss
 
@@ -161,7 +161,7 @@ class BiClip(Shell):
             return self._made[id(group)]
         u, d, lr, weight_decay, maximize = (group[key] for key in ("u", "d", "lr", "weight_decay", "maximize"))
         steps = [
-            (chosen, Step(Coordinates(u, d, zone), lr, weight_decay, maximize))
+            (chosen, Step(ClipByValue(u, d, zone), lr, weight_decay, maximize))
             for chosen, zone in _dead_zones(group, params, top)
         ]
         if not tracing and not isinstance(group["dead_zone"], str):
@@ -184,26 +184,20 @@ def _dead_zones(group: Group, params: Sequence[Tensor], top: Tensor | None) -> l
     result: list[tuple[list[int] | None, Number]] = []
     for dtype in (torch.float32, torch.float64):
         chosen = [i for i, p in enumerate(params) if arithmetic(p.dtype) == dtype]
-        zone = 4 * torch.finfo(dtype).eps * top
-        u = group["u"]
-        if zone.is_cpu and not isinstance(u, Tensor):
-            result.append((chosen, min(zone.item(), u)))
-        else:
-            limit = u.to(zone) if isinstance(u, Tensor) else torch.full_like(zone, u)
-            result.append((chosen, torch.minimum(zone, limit)))
+        result.append((chosen, auto_dead_zone(top, group["u"], dtype)))
     return result
 
 
-def _single_tensor_biclip(batches: Sequence[Batch], watch: Watch | None, slots: int) -> None:
-    update(batches, "single", None, watch, slots)
+def _single_tensor_biclip(batches: Sequence[Batch], recorder: StatisticsRecorder | None) -> None:
+    update(batches, "single", None, recorder)
 
 
 def _multi_tensor_biclip(
-    batches: Sequence[Batch], cache: StepCache, watch: Watch | None, slots: int, kernel: str | None = None
+    batches: Sequence[Batch], cache: StepCache, recorder: StatisticsRecorder | None, kernel: str | None = None
 ) -> None:
-    update(batches, kernel, cache, watch, slots)
+    update(batches, kernel, cache, recorder)
 
 
 @_disable_dynamo
-def _fused_biclip(batches: Sequence[Batch], cache: StepCache, watch: Watch | None, slots: int) -> None:
-    update(batches, None, cache, watch, slots)
+def _fused_biclip(batches: Sequence[Batch], cache: StepCache, recorder: StatisticsRecorder | None) -> None:
+    update(batches, None, cache, recorder)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tailopt.clipping.shards import is_dtensor
+from tailopt.clipping.dtensor import is_dtensor
 
 FORMAT = 1
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 
+from tailopt.clipping.dispatch import check_type, update
+from tailopt.clipping.dtensor import summed
 from tailopt.clipping.kernels.kernel import Batch
-from tailopt.clipping.operators import biclip, check_kind, check_shape, check_thresholds
-from tailopt.clipping.reference import Coordinates, Number, Step
-from tailopt.clipping.shards import summed
-from tailopt.clipping.update import check_type, update
+from tailopt.clipping.operators import Number, biclip, check_kind, check_shape, check_thresholds
+from tailopt.clipping.reference import ClipByValue, Step
 from tailopt.optimizers.shell import Group
 
 SETTINGS = ("u", "d", "dead_zone")
@@ -156,7 +156,7 @@ class Clipped(Optimizer):
         clipped: list[Tensor] = []
         batches = []
         for group in self.param_groups:
-            clip = Coordinates(*(_scalar(group[name]) for name in SETTINGS))
+            clip = ClipByValue(*(_scalar(group[name]) for name in SETTINGS))
             batch = Batch([], [], Step(clip, lr=-1.0))
             for g in (p.grad for p in group["params"] if p.grad is not None):
                 if _takes_kernel(g):

@@ -10,17 +10,17 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import _use_grad_for_differentiable
 
+from tailopt.clipping.dispatch import update
+from tailopt.clipping.dtensor import local_pair
 from tailopt.clipping.kernels.kernel import Batch
-from tailopt.clipping.norms import rescalings
-from tailopt.clipping.operators import arithmetic
-from tailopt.clipping.reference import Number, Rescaled, Step
-from tailopt.clipping.shards import local_pair
+from tailopt.clipping.norms import NormRequest, scalings
+from tailopt.clipping.operators import Number, arithmetic
+from tailopt.clipping.reference import ScaleToNorm, Step
 from tailopt.clipping.step_cache import StepCache
-from tailopt.clipping.update import update
 from tailopt.optimizers.shell import Group, Shell, by_way, restore
 
 SCOPES = ("global", "group", "tensor")
-IDENTITY = Rescaled(1.0, 1.0, 1.0)
+IDENTITY = ScaleToNorm(1.0, 1.0, 1.0)
 
 
 class L2Clip(Shell):
@@ -146,14 +146,9 @@ def _batches(gathered: list[tuple[Group, list[Tensor], list[Tensor]]]) -> tuple[
     grads = [g for _, _, gs, _, _ in places for g in gs]
     local = [local_pair(p, g)[1] for p, g in zip(owners, grads, strict=True)]
     traced = torch.compiler.is_compiling() or any(group["differentiable"] for group, _, _ in gathered)
-    clips = rescalings(
-        local,
-        owners,
-        [scope for _, ps, _, scope, _ in places for _ in ps],
-        len(norms),
-        [(scope, group["u"], group["d"], dtype) for group, _, _, scope, dtype in places],
-        traced,
-    )
+    scopes = [scope for _, ps, _, scope, _ in places for _ in ps]
+    requests = [NormRequest(scope, group["u"], group["d"], dtype) for group, _, _, scope, dtype in places]
+    clips = scalings(local, owners, scopes, len(norms), requests, traced)
     batches = [
         (group, Batch(ps, gs, Step(clip, group["lr"], group["weight_decay"], group["maximize"])))
         for (group, ps, gs, _, _), clip in zip(places, clips, strict=True)

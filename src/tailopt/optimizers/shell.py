@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
-from tailopt.clipping.counts import Counts, Watch
+from tailopt.clipping.counts import Counts, StatisticsRecorder
+from tailopt.clipping.dtensor import is_dtensor, local_pair
 from tailopt.clipping.kernels.kernel import Batch
 from tailopt.clipping.norms import nonfinite
-from tailopt.clipping.operators import check_kind, check_shape, check_thresholds, threshold_order
-from tailopt.clipping.reference import Number, Step
-from tailopt.clipping.shards import is_dtensor, local_pair
+from tailopt.clipping.operators import Number, check_kind, check_shape, check_thresholds, threshold_order
+from tailopt.clipping.reference import Step
 from tailopt.clipping.step_cache import StepCache
 from tailopt.native.library import DTYPES
 from tailopt.optimizers.threshold_warning import warn_caller
@@ -58,7 +58,7 @@ class Shell(Optimizer):
 
     def _ready(self) -> None:
         """What is not saved, made anew for a new, unpickled or copied object."""
-        self._watch = Watch(self._statistics or "counts")
+        self._recorder = StatisticsRecorder(self._statistics or "counts")
         self._cache = StepCache()
         self._settings = operator.itemgetter(*(key for key in self.defaults if key != "params"))
         self._checked: dict[int, tuple[Any, ...]] = {}  # settings of groups, by id
@@ -143,7 +143,7 @@ class Shell(Optimizer):
                     group[key] = group[key].to(group["params"][0].device)
             self.check(group, group["params"])
         super().__setstate__(state)
-        if "_watch" not in self.__dict__:  # copied or unpickled, not merely loaded
+        if "_recorder" not in self.__dict__:  # copied or unpickled, not merely loaded
             self.__dict__.setdefault("_statistics", None)
             self._ready()
 
@@ -258,7 +258,7 @@ class Shell(Optimizer):
             if policies[b] != "skip":
                 continue
             verdict = verdicts[scope(b, i)]
-            self._watch.skip(slots[id(owners[k])], len(names), verdict)
+            self._recorder.skip(slots[id(owners[k])], len(names), verdict)
             if not verdict.is_cpu:
                 kept.append((owners[k], owners[k].clone(), verdict))
             elif bool(verdict):
@@ -295,7 +295,7 @@ class Shell(Optimizer):
         if self._statistics is None and not any(group["nonfinite"] == "skip" for group in self.param_groups):
             raise RuntimeError(self.not_counted)
         names = self.names()
-        counts = self._watch.take(len(names))
+        counts = self._recorder.take(len(names))
         if by == "tensor":
             return dict(zip(names, counts, strict=True))
         result: dict[str | int, Counts] = {}

@@ -25,12 +25,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from tailopt.clipping.counts import add, moved_and_raised
+from tailopt.clipping.dtensor import is_dtensor
 from tailopt.clipping.kernels.kernel import Batch
 from tailopt.clipping.memory import is_freed
-from tailopt.clipping.operators import is_transformed, real_parts
-from tailopt.clipping.reference import Coordinates, Number
-from tailopt.clipping.shards import is_dtensor
-from tailopt.native.library import Tallies
+from tailopt.clipping.operators import Number, is_transformed, real_parts
+from tailopt.clipping.reference import ClipByValue
+from tailopt.native.library import Counters
 
 SHARE = 0.999  # of the coordinates that move
 SMALL = 1e-4  # of the RMS weight
@@ -102,7 +102,7 @@ class ThresholdCheck:
         waiting: dict[torch.device, list[tuple[str | int, Tensor]]] = {}
         for group, batch in batches:
             rate = _learning_rate(group)
-            clip = Coordinates(*(t.detach() if isinstance(t, Tensor) else t for t in batch.step.clip))
+            clip = ClipByValue(*(t.detach() if isinstance(t, Tensor) else t for t in batch.step.clip))
             for p, g in zip(batch.params, batch.grads, strict=True):
                 parts = _visible(p, g, clip, rate)
                 if parts is None:
@@ -148,7 +148,7 @@ def _sentence(idle: Sequence[tuple[int, str | int, Reading]]) -> str:
     )
 
 
-def _visible(p: Tensor, g: Tensor, clip: Coordinates, rate: Number) -> tuple[Tensor, Tensor] | None:
+def _visible(p: Tensor, g: Tensor, clip: ClipByValue, rate: Number) -> tuple[Tensor, Tensor] | None:
     """This rank's part of both where it can be looked at; None where that would fail, wait or be sent."""
     wide = any(isinstance(t, Tensor) and t.ndim for t in clip)
     if is_dtensor(p):
@@ -166,24 +166,24 @@ def _visible(p: Tensor, g: Tensor, clip: Coordinates, rate: Number) -> tuple[Ten
     return p.detach(), g.detach()
 
 
-def _reading(p: Tensor, g: Tensor, clip: Coordinates, rate: Number) -> Reading:
+def _reading(p: Tensor, g: Tensor, clip: ClipByValue, rate: Number) -> Reading:
     """On the CPU, by the kernels that count."""
     if any(isinstance(t, Tensor) and t.numel() != 1 for t in clip):
         return Reading(*_row(p, g, clip, rate).tolist())
     u, d, dead = (float(t) for t in clip)
-    tallies = Tallies.empty(1, device=g.device)
-    add([g], [0], (u, d, dead), tallies)
-    elements, zero, raised = tallies.integers[0, :3].tolist()
+    counters = Counters.empty(1, device=g.device)
+    add([g], [0], (u, d, dead), counters)
+    elements, zero, raised = counters.integers[0, :3].tolist()
     return Reading(elements - zero, raised, float(_rms(p)), float(rate) * d, d < u)
 
 
-def _row(p: Tensor, g: Tensor, clip: Coordinates, rate: Number) -> Tensor:
+def _row(p: Tensor, g: Tensor, clip: ClipByValue, rate: Number) -> Tensor:
     """The same five numbers as a tensor on p's device, without waiting for it."""
     counted = torch.stack(moved_and_raised(g, clip.d, clip.dead_zone)).double()
     return torch.cat([counted, _rms(p).double().reshape(1), _reach_and_apart(p.device, clip, rate)])
 
 
-def _reach_and_apart(device: torch.device, clip: Coordinates, rate: Number) -> Tensor:
+def _reach_and_apart(device: torch.device, clip: ClipByValue, rate: Number) -> Tensor:
     if not any(isinstance(t, Tensor) for t in (rate, clip.u, clip.d)):
         numbers = torch.full((2,), float(rate) * float(clip.d), dtype=torch.float64, device=device)
         numbers[1].fill_(clip.d < clip.u)

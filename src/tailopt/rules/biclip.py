@@ -3,22 +3,19 @@
     biclip   x <- fma(-lr, biclip(g; u, d), x * (1 - lr * weight_decay))
     sign     the same with u = d = 1
 
-No state. One step moves a coordinate by at most lr * u, decay aside. The kernels of `clipping.update` do it.
+No state. One step moves a coordinate by at most lr * u, decay aside. The kernels of `clipping.dispatch` take the step.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from tailopt.clipping.dispatch import update
 from tailopt.clipping.kernels.kernel import Batch
-from tailopt.clipping.norms import largest
+from tailopt.clipping.norms import auto_dead_zone, largest
 from tailopt.clipping.operators import arithmetic
-from tailopt.clipping.reference import Coordinates, Step
+from tailopt.clipping.reference import ClipByValue, Step
 from tailopt.clipping.step_cache import StepCache
-from tailopt.clipping.update import update
 from tailopt.rules.rule import Hyperparameters, Rule, States, StepBound, Tensors, as_list, product
 
 
@@ -27,7 +24,7 @@ def _biclip(
 ) -> None:
     names = ("lr", "u", "d")
     if not any(isinstance(hparams[name], list) for name in names) and not isinstance(hparams.get("dead_zone"), str):
-        clip = Coordinates(hparams["u"], hparams["d"], hparams.get("dead_zone", 0.0))
+        clip = ClipByValue(hparams["u"], hparams["d"], hparams.get("dead_zone", 0.0))
         step = Step(clip, hparams["lr"], hparams.get("weight_decay", 0.0))
         update([Batch(list(params), list(grads), step)], cache=cache)
         return
@@ -35,21 +32,18 @@ def _biclip(
     zones = _dead_zones(params, grads, hparams)
     rows = zip(params, grads, *(as_list(hparams[name], n) for name in names), zones, strict=True)
     decay = hparams.get("weight_decay", 0.0)
-    batches = [Batch([p], [g], Step(Coordinates(u, d, zone), lr, decay)) for p, g, lr, u, d, zone in rows]
+    batches = [Batch([p], [g], Step(ClipByValue(u, d, zone), lr, decay)) for p, g, lr, u, d, zone in rows]
     update(batches, cache=cache)
 
 
 def _dead_zones(params: Tensors, grads: Tensors, hparams: Hyperparameters) -> list[Any]:
-    """For each parameter; "auto" is 4 eps max|g| over all of them, at most u."""
+    """The dead zone of each parameter; "auto" is taken over all of them."""
     zone = hparams.get("dead_zone", 0.0)
     if zone != "auto":
         return as_list(zone, len(params))
     top = largest(list(grads), list(params))
-    zones = []
-    for p, u in zip(params, as_list(hparams["u"], len(params)), strict=True):
-        zone = 4 * torch.finfo(arithmetic(p.dtype)).eps * top
-        zones.append(torch.minimum(zone, u.to(zone)) if isinstance(u, Tensor) else zone.clamp(max=u))
-    return zones
+    uppers = as_list(hparams["u"], len(params))
+    return [auto_dead_zone(top, u, arithmetic(p.dtype)) for p, u in zip(params, uppers, strict=True)]
 
 
 def _sign(

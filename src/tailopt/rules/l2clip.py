@@ -3,11 +3,11 @@
     biclip-l2   x <- fma(-lr, biclip_l2(g; u, d), x * (1 - lr * weight_decay))
     l2clip      the same with d = 0
 
-No state. The norm is taken over the scope: all parameters ("global") or each ("tensor"). A caller that has the norm
-already, from fixed blocks or over shards, gives it as `norm`: a float, or one for each parameter. One step moves the
-scope by at most lr * u in norm, decay aside.
+No state. The norm is taken over the scope: all parameters ("global") or each ("tensor"). A caller that knows the norm,
+from fixed blocks or over shards, passes it as `norm`: a float, or one for each parameter. One step moves the scope by
+at most lr * u in norm, decay aside.
 
-With `leading` dimensions, each of their entries is a node of its own and has its own norm.
+With `leading` dimensions, each of their entries is a separate node with its own norm.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tailopt.clipping.dispatch import update
 from tailopt.clipping.kernels.kernel import Batch
-from tailopt.clipping.norms import rescaled, rescalings
+from tailopt.clipping.norms import NormRequest, scaling, scaling_in_torch, scalings
 from tailopt.clipping.operators import arithmetic
-from tailopt.clipping.reference import Rescaled, Step
+from tailopt.clipping.reference import ScaleToNorm, Step
 from tailopt.clipping.step_cache import StepCache
-from tailopt.clipping.update import update
 from tailopt.rules.rule import Hyperparameters, Rule, States, StepBound, Tensors, per_param, product
 
 SCOPES = ("global", "tensor")
@@ -30,7 +30,7 @@ def _biclip_l2(
     params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
     if hparams.get("leading", 0):
-        _stacked(params, grads, hparams)
+        _step_stacked(params, grads, hparams)
         return
     n = len(params)
     by_tensor = hparams.get("scope", "global") == "tensor"
@@ -38,46 +38,43 @@ def _biclip_l2(
     types = [arithmetic(p.dtype) for p in params]
     if "norm" in hparams:
         norm = hparams["norm"]
-        clips = [_of_norm(per_param(norm, i), per_param(u, i), per_param(d, i), t) for i, t in enumerate(types)]
+        clips = [_scaling_of_norm(per_param(norm, i), per_param(u, i), per_param(d, i), t) for i, t in enumerate(types)]
     else:
         scopes = list(range(n)) if by_tensor else [0] * n
-        wanted = [(scopes[i], per_param(u, i), per_param(d, i), dtype) for i, dtype in enumerate(types)]
-        clips = rescalings(list(grads), list(params), scopes, max(scopes, default=0) + 1, wanted)
+        requests = [NormRequest(scopes[i], per_param(u, i), per_param(d, i), t) for i, t in enumerate(types)]
+        clips = scalings(list(grads), list(params), scopes, max(scopes, default=0) + 1, requests)
     batches: list[Batch] = []
     for i, (p, g, clip) in enumerate(zip(params, grads, clips, strict=True)):
-        how = Step(clip, per_param(hparams["lr"], i), decay)
-        if not batches or not _same(batches[-1].step, how):
-            batches.append(Batch([], [], how))
+        step = Step(clip, per_param(hparams["lr"], i), decay)
+        if not batches or not _same_numbers(batches[-1].step, step):
+            batches.append(Batch([], [], step))
         batches[-1].params.append(p)
         batches[-1].grads.append(g)
     update(batches, cache=cache)
 
 
-def _of_norm(norm: float, u: float, d: float, dtype: torch.dtype) -> Rescaled:
-    """The rescaling of a vector whose norm is known; one that is not finite makes everything NaN."""
-    return rescaled(norm, norm * 0 + 1 if norm else 0.0, u, d, dtype)
+def _scaling_of_norm(norm: float, u: float, d: float, dtype: torch.dtype) -> ScaleToNorm:
+    """The scaling of a vector whose norm is known; a norm that is not finite makes everything NaN."""
+    return scaling(norm, norm * 0 + 1 if norm else 0.0, u, d, dtype)
 
 
-def _same(a: Step, b: Step) -> bool:
-    """Whether two steps have the same numbers; tensors are asked for identity alone."""
+def _same_numbers(a: Step, b: Step) -> bool:
+    """Whether two steps have the same numbers; tensors are compared by identity, which waits for no device."""
     pairs = zip((*a.clip, a.lr), (*b.clip, b.lr), strict=True)
     return all(x is y or (isinstance(x, float) and isinstance(y, float) and x == y) for x, y in pairs)
 
 
-def _stacked(params: Tensors, grads: Tensors, hparams: Hyperparameters) -> None:
+def _step_stacked(params: Tensors, grads: Tensors, hparams: Hyperparameters) -> None:
     """The same for tensors whose leading dimensions count nodes, in torch operations."""
     k, decay = hparams["leading"], hparams.get("weight_decay", 0.0)
     squares = [g.double().square().reshape(*g.shape[:k], -1).sum(-1) for g in grads]
     if hparams.get("scope", "global") == "global":
         squares = [torch.stack(squares).sum(0)] * len(squares)
     for i, (p, g, square) in enumerate(zip(params, grads, squares, strict=True)):
-        n = square.sqrt().reshape(square.shape + (1,) * (g.dim() - k))
-        u, d = (torch.as_tensor(per_param(value, i), dtype=n.dtype) for value in (hparams["u"], hparams.get("d", 0.0)))
-        low, high = n <= d, n >= u
-        clipped = (low | high) & (n > 0)
-        target = torch.where(n == 0, 0.0, torch.where(low, d, torch.where(high, u, 1.0)))
-        n = torch.where(clipped | ~n.isfinite(), torch.where(n.isfinite(), n, torch.nan), 1.0)
-        c = Rescaled(1.0, n.to(arithmetic(p.dtype)), target.to(arithmetic(p.dtype)))(g)
+        q = square.reshape(square.shape + (1,) * (g.dim() - k))
+        q = torch.where(q.isfinite(), q, torch.nan)
+        u, d = (torch.as_tensor(per_param(value, i), dtype=q.dtype) for value in (hparams["u"], hparams.get("d", 0.0)))
+        c = scaling_in_torch(torch.ones_like(q), q, u, d, arithmetic(p.dtype))(g)
         lr = per_param(hparams["lr"], i)
         if decay:
             p.mul_(1 - lr * decay)

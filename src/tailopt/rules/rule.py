@@ -17,9 +17,9 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from tailopt.clipping.operators import Number
 from tailopt.clipping.step_cache import StepCache
 
-Number = float | Tensor
 Hyperparameters = Mapping[str, Any]
 State = dict[str, Any]  # of one parameter: tensors and plain values; empty before its first step
 Tensors = Sequence[Tensor]

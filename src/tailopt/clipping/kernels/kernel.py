@@ -1,18 +1,28 @@
-"""What a kernel takes and what it is: batches of tensors that take the same step."""
+"""What a kernel is, what it takes, and what kernels ask about tensors and steps.
+
+A kernel is a function of batches (parameters, gradients, one `Step`) that changes the parameters in place and gives the
+bits of `reference.step`.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from tailopt.clipping.reference import Step
+from tailopt.clipping.counts import is_flat
+from tailopt.clipping.operators import Number
+from tailopt.clipping.reference import ClipByValue, Step
+
+PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 
 
 class Batch(NamedTuple):
-    """Parameters that take the same step. `slots`: their positions in the optimizer, for statistics."""
+    """Parameters that take the same step. `slots`: the row of the counters that each of them has, for statistics."""
 
     params: list[Tensor]
     grads: list[Tensor]
@@ -22,8 +32,73 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """run changes parameters in place; refuses(p, g, step) is empty, or the reason why it cannot take them."""
+    """One implementation of the step.
+
+    run changes parameters in place; refuses(p, g, step) is empty, or the reason why the kernel cannot take them.
+    """
 
     name: str
     run: Callable[[Sequence[Batch]], None]
     refuses: Callable[[Tensor, Tensor, Step], str]
+
+
+def is_scalar(step: Step) -> bool:
+    """Whether the step's numbers can be read without waiting: none is a tensor with dimensions or on a device."""
+    return all(not isinstance(t, Tensor) or (t.numel() == 1 and t.is_cpu) for t in (step.lr, *step.clip))
+
+
+def has_dimensions(step: Step) -> bool:
+    """Whether a threshold is a tensor that broadcasts against the parameter."""
+    return any(isinstance(t, Tensor) and t.ndim for t in step.clip)
+
+
+def as_float(value: Number) -> float:
+    """A number's value; 0 for a tensor with dimensions or on a device, which is not read."""
+    return float(value) if not isinstance(value, Tensor) or (value.numel() == 1 and value.is_cpu) else 0.0
+
+
+def refuses_flat(p: Tensor, g: Tensor, step: Step) -> str:
+    """Why two tensors cannot be walked through memory side by side with scalar thresholds."""
+    if type(p) not in PLAIN_TYPES or type(g) not in PLAIN_TYPES:
+        return f"it takes plain tensors, not {type(p).__name__} with {type(g).__name__}"
+    if g.layout != torch.strided:
+        return "the gradient is sparse"
+    if not (p.is_cpu and g.is_cpu):
+        return f"it runs on the CPU, not on {p.device}"
+    if not p.is_floating_point():
+        return f"it takes floating types, not {p.dtype}"
+    if not is_scalar(step):
+        return "thresholds or lr are tensors with dimensions, or not on the CPU"
+    if p.stride() != g.stride() or p.shape != g.shape or not (is_flat(p) and is_flat(g)):
+        return "parameter and gradient lie differently in memory, have gaps, or are lazily negated"
+    return ""
+
+
+def row(step: Step, dtype: torch.dtype) -> tuple[float, ...]:
+    """The numbers of a step in the order of `Row` in cpu.c."""
+    clip = tuple(map(float, step.clip))
+    sides = (clip + (1.0, 1.0, 1.0)) if isinstance(step.clip, ClipByValue) else ((math.inf, 0.0, 0.0) + clip)
+    decay = float(step.decay(dtype)) if step.weight_decay else 1.0
+    return (-float(step.lr), decay, float(step.maximize), *sides)
+
+
+def on_device(step: Step, device: torch.device, dtype: torch.dtype) -> Step:
+    """The step's tensors where they are used: CPU scalars as numbers (nothing waits for those), others moved."""
+
+    def ready(value: Number) -> Number:
+        if not isinstance(value, Tensor):
+            # rounded to the type of the arithmetic; torch's operations refuse what is beyond its range
+            return math.copysign(math.inf, value) if abs(value) > torch.finfo(dtype).max else value
+        if value.ndim and value.numel() == 1:
+            value = value.reshape(())
+        if (
+            value.is_cpu
+            and not value.ndim
+            and device.type != "cpu"
+            and not value.requires_grad
+            and not torch.compiler.is_compiling()
+        ):
+            return float(value)
+        return value.to(device=device, dtype=dtype)
+
+    return Step(type(step.clip)(*map(ready, step.clip)), ready(step.lr), step.weight_decay, step.maximize)

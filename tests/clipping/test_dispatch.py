@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tailopt.clipping import reference
-from tailopt.clipping import update as updates
-from tailopt.clipping.counts import Watch
-from tailopt.clipping.kernels.kernel import Batch
-from tailopt.clipping.reference import Coordinates, Rescaled, Step
-from tailopt.clipping.update import CHUNK, KERNELS, update, which
+from tailopt.clipping import dispatch, reference
+from tailopt.clipping.counts import StatisticsRecorder
+from tailopt.clipping.dispatch import KERNELS, update, which
+from tailopt.clipping.kernels.chunked import CHUNK
+from tailopt.clipping.kernels.kernel import Batch, row
+from tailopt.clipping.reference import ClipByValue, ScaleToNorm, Step
 from tailopt.native import library as native
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -27,18 +27,18 @@ fused_in_torch = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
 needs_fma = pytest.mark.skipif(not fused_in_torch, reason="this processor has no fused multiply-add")
 
 STEPS = {
-    "plain": Step(Coordinates(0.5, 0.1), lr=0.01),
-    "sign": Step(Coordinates(0.3, 0.3), lr=0.7),
-    "identity": Step(Coordinates(math.inf, 0.0), lr=0.3),
-    "zero": Step(Coordinates(0.0, 0.0), lr=0.3),
-    "decay": Step(Coordinates(0.5, 0.1), lr=0.013, weight_decay=0.1),
-    "maximize": Step(Coordinates(0.5, 0.1), lr=0.01, maximize=True),
-    "dead zone": Step(Coordinates(0.5, 0.1, 0.05), lr=0.01),
-    "dead zone above d": Step(Coordinates(0.5, 0.1, 0.5), lr=0.01, weight_decay=0.3),
-    "infinite d": Step(Coordinates(math.inf, math.inf), lr=1e-3),
-    "tiny": Step(Coordinates(1e-42, 1e-44), lr=1.0),
-    "rescaled": Step(Rescaled(1.0, 7.3, 0.9), lr=0.01),
-    "rescaled down": Step(Rescaled(2.0**-126, 3.0, 0.9), lr=0.01, weight_decay=0.1, maximize=True),
+    "plain": Step(ClipByValue(0.5, 0.1), lr=0.01),
+    "sign": Step(ClipByValue(0.3, 0.3), lr=0.7),
+    "identity": Step(ClipByValue(math.inf, 0.0), lr=0.3),
+    "zero": Step(ClipByValue(0.0, 0.0), lr=0.3),
+    "decay": Step(ClipByValue(0.5, 0.1), lr=0.013, weight_decay=0.1),
+    "maximize": Step(ClipByValue(0.5, 0.1), lr=0.01, maximize=True),
+    "dead zone": Step(ClipByValue(0.5, 0.1, 0.05), lr=0.01),
+    "dead zone above d": Step(ClipByValue(0.5, 0.1, 0.5), lr=0.01, weight_decay=0.3),
+    "infinite d": Step(ClipByValue(math.inf, math.inf), lr=1e-3),
+    "tiny": Step(ClipByValue(1e-42, 1e-44), lr=1.0),
+    "rescaled": Step(ScaleToNorm(1.0, 7.3, 0.9), lr=0.01),
+    "rescaled down": Step(ScaleToNorm(2.0**-126, 3.0, 0.9), lr=0.01, weight_decay=0.1, maximize=True),
 }
 
 
@@ -119,21 +119,21 @@ def test_every_instruction_set_and_thread_count_agree(dtype: torch.dtype) -> Non
     library = native.loaded()
     assert library is not None
     pairs = [(special(n, dtype, n), special(n, dtype, n + 1)) for n in (5, 1000, 70_000, 200_001)]
-    row = updates.step_row(STEPS["decay"], torch.float64 if dtype == torch.float64 else torch.float32)
+    numbers = row(STEPS["decay"], torch.float64 if dtype == torch.float64 else torch.float32)
     seen = []
     for variant in library.variants:
         for threads in (1, 2, 3):
             params = [p.clone() for p, _ in pairs]
-            tallies = native.Tallies.empty(len(pairs), histogram=True)
-            tallies.phase = 7
+            counters = native.Counters.empty(len(pairs), histogram=True)
+            counters.sample_offset = 7
             grads = [g for _, g in pairs]
-            library.run("biclip", params, grads, [0] * 4, row, tallies=tallies, variant=variant, threads=threads)
-            seen.append((params, tallies))
+            library.run("biclip", params, grads, [0] * 4, numbers, counters=counters, variant=variant, threads=threads)
+            seen.append((params, counters))
             for (p, g), after in zip(pairs, params, strict=True):
                 assert not (wrong := differing(p, g, after, STEPS["decay"])), (variant, threads, wrong)
-    for _, tallies in seen[1:]:
-        assert torch.equal(tallies.table, seen[0][1].table)
-        assert torch.equal(tallies.bins, seen[0][1].bins) and torch.equal(tallies.logs, seen[0][1].logs)
+    for _, counters in seen[1:]:
+        assert torch.equal(counters.table, seen[0][1].table)
+        assert torch.equal(counters.bins, seen[0][1].bins) and torch.equal(counters.logs, seen[0][1].logs)
 
 
 shapes = st.lists(st.integers(0, 7), min_size=0, max_size=4).map(tuple)
@@ -192,8 +192,8 @@ def test_tensor_numbers_are_within_an_ulp(kernel: str, dtype: torch.dtype) -> No
     p, g = torch.randn(1000).to(dtype), torch.randn(1000).to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     lr, u, d = (torch.tensor(v, dtype=wide) for v in (0.03, 0.5, 0.1))
-    (after,) = run(kernel, [(p, g)], Step(Coordinates(u, d), lr=lr, weight_decay=0.1))
-    want = reference.step(p, g, Step(Coordinates(0.5, 0.1), lr=0.03, weight_decay=0.1))
+    (after,) = run(kernel, [(p, g)], Step(ClipByValue(u, d), lr=lr, weight_decay=0.1))
+    want = reference.step(p, g, Step(ClipByValue(0.5, 0.1), lr=0.03, weight_decay=0.1))
     ulp = torch.finfo(dtype).eps * (p.abs() + 1) + torch.finfo(wide).eps * 0.03 * 0.5
     assert ((after - want).abs() <= ulp).all()
 
@@ -213,17 +213,17 @@ def test_which_names_the_kernel_and_the_reason(monkeypatch: pytest.MonkeyPatch) 
         assert which(p, g, step).kernel.name == "c"
     assert "lie differently" in which(p, g.t().contiguous().t(), step).why
     assert which(p, g.to_sparse(), step).kernel.name == "single"
-    assert "dimensions" in which(p, g, Step(Coordinates(torch.ones(4, 1), 0.0), 0.1)).why
-    monkeypatch.setattr(updates, "loaded", lambda: None)
-    monkeypatch.setattr(updates, "why_missing", lambda: "no compiler")
+    assert "dimensions" in which(p, g, Step(ClipByValue(torch.ones(4, 1), 0.0), 0.1)).why
+    monkeypatch.setattr(native, "loaded", lambda: None)
+    monkeypatch.setattr(native, "why_missing", lambda: "no compiler")
     choice = which(p, g, step)
     assert choice.kernel.name == "chunked" and "no compiler" in choice.why
 
 
-def test_the_missing_kernel_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "loaded", lambda: None)
-    monkeypatch.setattr(updates, "why_missing", lambda: "no compiler")
-    monkeypatch.setattr(updates, "_said", False)
+def test_the_missing_kernel_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "loaded", lambda: None)
+    monkeypatch.setattr(native, "why_missing", lambda: "no compiler")
+    monkeypatch.setattr(dispatch, "_warned", False)
     p = torch.zeros(4)
     with pytest.warns(UserWarning, match="no compiler"):
         update([Batch([p], [torch.ones(4)], STEPS["plain"])])
@@ -231,14 +231,14 @@ def test_the_missing_kernel_is_said_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.allclose(p, torch.full((4,), -0.01))
 
 
-def test_watching_counts_the_same_in_every_kernel() -> None:
+def test_a_recorder_counts_the_same_in_every_kernel() -> None:
     g = special(70_001, torch.float32, 3)
     seen = []
     for kernel in (None, "single", "chunked"):
-        watch = Watch("sampled")
-        watch.next_pass()
-        update([Batch([torch.zeros(70_001)], [g], STEPS["dead zone"], [0])], kernel, None, watch, 1)
-        seen.append(watch.take(1)[0])
+        recorder = StatisticsRecorder("sampled")
+        recorder.begin_pass(1)
+        update([Batch([torch.zeros(70_001)], [g], STEPS["dead zone"], [0])], kernel, None, recorder)
+        seen.append(recorder.take(1)[0])
     assert seen[1] == seen[2]
     for name in ("elements", "zero", "below", "above", "nonfinite", "largest", "octaves", "logs"):
         assert getattr(seen[0], name) == getattr(seen[1], name), name

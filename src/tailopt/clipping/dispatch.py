@@ -1,0 +1,168 @@
+"""Many tensors in one step: one list of kernels, and one function that picks one and can explain its choice.
+
+`which(p, g, step)` answers which kernel a tensor gets and the reason.
+
+    c         the C kernel: CPU, one parallel region for everything, no extra memory
+    chunked   torch operations through small buffers that stay in cache: CPU without the C kernel
+    foreach   torch._foreach_* over the list: GPUs
+    single    tensor by tensor; takes everything, can be traced and differentiated
+    reference tensor by tensor, the oracle itself
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tailopt.clipping.counts import StatisticsRecorder, count_in_torch
+from tailopt.clipping.dtensor import is_dtensor, local_pair, local_part
+from tailopt.clipping.kernels import c, chunked, foreach, single
+from tailopt.clipping.kernels.kernel import Batch, Kernel, has_dimensions, is_scalar
+from tailopt.clipping.memory import check_memory
+from tailopt.clipping.reference import Step
+from tailopt.clipping.step_cache import StepCache
+from tailopt.native import library
+
+PIECE = 1 << 26  # elements of a tensor that are handled at once by a kernel that makes intermediates
+
+# Tests, benchmarks and the support matrix loop over this list.
+KERNELS: dict[str, Kernel] = {
+    "c": Kernel("c", c.run, c.refuses),
+    "chunked": Kernel("chunked", chunked.run, chunked.refuses),
+    "foreach": Kernel("foreach", foreach.run, foreach.refuses),
+    "single": Kernel("single", single.run, single.refuses),
+    "reference": Kernel("reference", single.run_reference, single.refuses_reference),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel, and why it and not a faster one."""
+
+    kernel: Kernel
+    why: str
+
+
+def which(p: Tensor, g: Tensor, step: Step, kernel: str | None = None) -> Choice:
+    """The kernel that a parameter and its gradient get, and why.
+
+    kernel: the one to take if it can; by default the fastest.
+
+    Examples:
+        >>> p, g = torch.zeros(3), torch.ones(3)
+        >>> which(p, g, Step(ClipByValue(1.0, 0.0), lr=0.1), kernel="foreach").kernel.name
+        'foreach'
+    """
+    order = (kernel,) if kernel else ("foreach",) if p.device.type != "cpu" else ("c", "chunked")
+    reasons: list[str] = []
+    for name in order:
+        why_not = KERNELS[name].refuses(p, g, step)
+        if not why_not:
+            return Choice(
+                KERNELS[name], "; ".join(reasons) or ("asked for" if kernel else "the fastest for these tensors")
+            )
+        reasons.append(f"not {name}: {why_not}")
+    return Choice(KERNELS["single"], "; ".join(reasons))
+
+
+def update(
+    batches: Sequence[Batch],
+    kernel: str | None = None,
+    cache: StepCache | None = None,
+    recorder: StatisticsRecorder | None = None,
+) -> None:
+    """Take the step, in place.
+
+    Args:
+        batches: parameters, gradients and the step they take.
+        kernel: the one to use for every tensor that it takes; by default the fastest.
+        cache: what the caller keeps between the steps of the same parameters; a single step needs none.
+        recorder: counts what the step clips; the batches have slots then.
+    """
+    if kernel is None:
+        # Almost every step on a CPU ends here: if the C kernel takes all tensors, nothing looks at them one by one.
+        cache = cache if cache is not None else StepCache(reused=False)
+        scalar = cache.same_steps(batches) or all(is_scalar(batch.step) for batch in batches)
+        if scalar and cache.prepare(*c.joined(batches)):
+            if library.loaded() is not None:
+                c.run(batches, cache, recorder)
+                return
+            _warn_once_of_missing_kernel()
+    _check_tensors(batches)
+    by_kernel: dict[str, list[Batch]] = {}
+    for batch in batches:
+        for i, (p, g) in enumerate(zip(batch.params, batch.grads, strict=True)):
+            p_part, g_part, step = _as_dense_local_reals(p, g, batch.step)
+            if recorder is not None:
+                g_part = g_part.coalesce() if g_part.is_sparse else g_part
+                clip = single.at_coordinates(step.clip, g_part) if g_part.is_sparse else step.clip
+                count_in_torch(g_part, batch.slots[i], clip, recorder.counters(g_part.device))
+            name = which(p_part, g_part, step, kernel).kernel.name
+            parts = by_kernel.setdefault(name, [])
+            if not parts or parts[-1].step is not step:
+                parts.append(Batch([], [], step))
+            for p_piece, g_piece in _pieces(p_part, g_part, step):
+                parts[-1].params.append(p_piece)
+                parts[-1].grads.append(g_piece)
+    for name, parts in by_kernel.items():
+        KERNELS[name].run(parts)
+
+
+def _check_tensors(batches: Sequence[Batch]) -> None:
+    """Raise for what no kernel can step on, before any of them does: integers, as in torch's SGD, and freed memory."""
+    for batch in batches:
+        for p in batch.params:
+            check_type(p)
+        if not torch.compiler.is_compiling():
+            check_memory([*batch.params, *batch.grads])
+
+
+def check_type(p: Tensor) -> None:
+    """Raise for a parameter of integers or booleans."""
+    if not (p.is_floating_point() or p.is_complex()):
+        raise RuntimeError(
+            f"Cannot step on a parameter of {p.dtype} and shape {tuple(p.shape)}: a step is a fraction, and needs a "
+            "floating or complex type. Leave it without a gradient, or out of the optimizer."
+        )
+
+
+def _as_dense_local_reals(p: Tensor, g: Tensor, step: Step) -> tuple[Tensor, Tensor, Step]:
+    """What kernels see: shards as local tensors, complex ones as pairs of reals; thresholds with dimensions follow."""
+
+    def shaped(step: Step, change: Callable[[Tensor], Tensor]) -> Step:
+        numbers = (change(t) if isinstance(t, Tensor) and t.ndim else t for t in step.clip)
+        return step._replace(clip=type(step.clip)(*numbers))
+
+    if is_dtensor(p):
+        owner = p
+        step = shaped(step, lambda t: local_part(t, owner)) if has_dimensions(step) else step
+        p, g = local_pair(p, g)
+    if p.is_complex() and not g.is_sparse:
+        step = shaped(step, lambda t: t[..., None]) if has_dimensions(step) else step
+        p, g = torch.view_as_real(p), torch.view_as_real(g.resolve_conj())
+    return p, g, step
+
+
+def _pieces(p: Tensor, g: Tensor, step: Step) -> list[tuple[Tensor, Tensor]]:
+    """A very large tensor in parts, so that intermediates stay small; whole if the step is traced or differentiated."""
+    whole = p.numel() <= PIECE or torch.is_grad_enabled() or torch.compiler.is_compiling() or has_dimensions(step)
+    if whole or g.layout != torch.strided or not (p.is_contiguous() and g.is_contiguous()):
+        return [(p, g)]
+    return list(zip(p.detach().view(-1).split(PIECE), g.detach().view(-1).split(PIECE), strict=True))
+
+
+def _warn_once_of_missing_kernel() -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"tailopt steps on the CPU without its C kernel, about 4 times slower: {library.why_missing()}",
+            stacklevel=2,
+        )
+
+
+_warned = False

@@ -1,0 +1,64 @@
+"""The C kernel: CPU, one parallel region for all tensors, no extra memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tailopt.clipping.counts import StatisticsRecorder
+from tailopt.clipping.kernels.kernel import Batch, refuses_flat
+from tailopt.clipping.reference import ScaleToNorm, Step
+from tailopt.clipping.step_cache import StepCache
+from tailopt.native import library
+from tailopt.native.library import DTYPES
+
+
+def refuses(p: Tensor, g: Tensor, step: Step) -> str:
+    """Why the C kernel cannot take these tensors; empty if it can."""
+    if library.loaded() is None:
+        return library.why_missing()
+    if p.dtype not in DTYPES or g.dtype != p.dtype:
+        return f"it takes fp32, fp64, bf16 and fp16 with gradients of the same type, not {p.dtype} with {g.dtype}"
+    return refuses_flat(p, g, step)
+
+
+def run(batches: Sequence[Batch], cache: StepCache | None = None, recorder: StatisticsRecorder | None = None) -> None:
+    """Step on all batches in one pass, and count on the way if there is a recorder.
+
+    cache: prepared for these batches by the caller; without one the tensors are looked at here.
+    """
+    kernel = library.loaded()
+    assert kernel is not None
+    params, grads = joined(batches)
+    if cache is None:
+        cache = StepCache(reused=False)
+        cache.learn(params)
+        cache.locate(params)
+    rows, row_of_param = cache.rows(batches)
+    grad_addresses = cache.locate_gradients(grads)
+    # The kernel writes past autograd: without this, a backward pass would use a saved tensor that has changed, and
+    # nobody would notice. It comes before the pass, which sweeps the tensors' headers out of the processor's caches.
+    torch.autograd.graph.increment_version(params)
+    kernel.run_at(
+        "rescale" if batches and isinstance(batches[0].step.clip, ScaleToNorm) else "biclip",
+        cache.param_addresses,
+        grad_addresses,
+        cache.sizes,
+        cache.dtype_codes,
+        row_of_param,
+        rows,
+        recorder.counters(torch.device("cpu")) if recorder is not None else None,
+        [slot for batch in batches for slot in batch.slots] if recorder is not None else None,
+        threads=None
+        if cache.distinct
+        else 1,  # a parameter that is in the list twice steps twice, one step after the other
+    )
+
+
+def joined(batches: Sequence[Batch]) -> tuple[list[Tensor], list[Tensor]]:
+    """All parameters and all gradients; the lists themselves if there is only one batch."""
+    if len(batches) == 1:
+        return batches[0].params, batches[0].grads
+    return [p for batch in batches for p in batch.params], [g for batch in batches for g in batch.grads]

@@ -1,0 +1,87 @@
+"""torch._foreach_* over the list of tensors: GPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tailopt.clipping.kernels.kernel import Batch, as_float, has_dimensions, on_device
+from tailopt.clipping.operators import Number, arithmetic
+from tailopt.clipping.reference import ClipByValue, Step
+
+FOREACH_BYTES = 1 << 28  # of gradients whose intermediates are alive at the same time
+
+
+def refuses(p: Tensor, g: Tensor, step: Step) -> str:
+    """Why a list operation cannot take these tensors; empty if it can."""
+    if g.layout != torch.strided:
+        return "the gradient is sparse"
+    if not p.is_floating_point():
+        return f"it takes floating types, not {p.dtype}"
+    if has_dimensions(step):
+        return "thresholds have dimensions"
+    if isinstance(step.clip, ClipByValue) and (isinstance(step.clip.dead_zone, Tensor) or step.clip.dead_zone):
+        return "there is a dead zone"
+    if isinstance(step.clip, ClipByValue) and math.isinf(
+        as_float(step.clip.d) if not torch.compiler.is_compiling() else 0.0
+    ):
+        return "d is infinite"
+    return ""
+
+
+def run(batches: Sequence[Batch]) -> None:
+    """Step on all batches, tensors of one device and type together."""
+    for batch in batches:
+        kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for p, g in zip(batch.params, batch.grads, strict=True):
+            ps, gs = kinds.setdefault((p.device, p.dtype), ([], []))
+            ps.append(p)
+            gs.append(g)
+        for (device, dtype), (ps, gs) in kinds.items():
+            step = on_device(batch.step, device, arithmetic(dtype))
+            start = held = 0
+            for end, g in enumerate(gs, 1):
+                held += g.numel() * g.element_size()
+                if held >= FOREACH_BYTES or end == len(gs):
+                    _foreach(ps[start:end], gs[start:end], step)
+                    start, held = end, 0
+
+
+def _foreach(params: list[Tensor], grads: list[Tensor], step: Step) -> None:
+    dtype = arithmetic(params[0].dtype)
+    gs = [g if g.dtype == dtype else g.to(dtype) for g in grads]
+    wide = [p if p.dtype == dtype else p.to(dtype) for p in params]
+    if isinstance(step.clip, ClipByValue):
+        clipped = torch._foreach_abs(gs)
+        torch._foreach_clamp_min_(clipped, _scalar(step.clip.d, len(gs)))
+        torch._foreach_clamp_max_(clipped, _scalar(step.clip.u, len(gs)))
+        # the signs a quarter of the list at a time: a second copy of all gradients would be alive otherwise
+        some = -(-len(gs) // 4)
+        for i in range(0, len(gs), some):
+            signs = torch._foreach_sign(gs[i : i + some])
+            if step.maximize:
+                torch._foreach_neg_(signs)
+                torch._foreach_add_(signs, 0.0)  # -0 becomes +0
+            torch._foreach_mul_(clipped[i : i + some], signs)
+    else:
+        clipped = torch._foreach_mul(gs, -step.clip.scale if step.maximize else step.clip.scale)
+        torch._foreach_div_(clipped, step.clip.norm)
+        torch._foreach_mul_(clipped, step.clip.target)
+        torch._foreach_add_(clipped, 0.0)
+    if step.weight_decay:
+        torch._foreach_mul_(wide, step.decay(dtype))
+    if isinstance(step.lr, Tensor):
+        torch._foreach_mul_(clipped, -step.lr)
+        torch._foreach_add_(wide, clipped)
+    else:
+        torch._foreach_add_(wide, clipped, alpha=-step.lr)
+    if params[0].dtype != dtype:
+        torch._foreach_copy_(params, wide)
+
+
+def _scalar(value: Number, n: int) -> float | list[Tensor]:
+    """What `_foreach_clamp_*` takes: a number, or a tensor for every tensor."""
+    return [value] * n if isinstance(value, Tensor) else value
