@@ -12,7 +12,7 @@ WORKERS ?= 2
 
 BIN := .venv/bin
 READY := .venv/.ready
-KERNEL := $(wildcard src/tailopt/native/cpu.c)
+KERNEL := $(wildcard src/tailopt/native/*.c src/tailopt/native/*.h)
 # bits.py compares two versions and times nothing
 BENCHMARKS := $(filter-out benchmarks/bits%.py,$(sort $(wildcard benchmarks/*.py)))
 

@@ -1,6 +1,6 @@
 """The optional C kernel; everything else about the package is in pyproject.toml.
 
-`src/tailopt/native/cpu.c` becomes `tailopt/native/_cpu.abi3.so`. It uses neither Python's nor torch's C API: it
+`src/tailopt/native/*.c` become `tailopt/native/_cpu.abi3.so`. It uses neither Python's nor torch's C API: it
 is loaded by path with ctypes and never imported, so one build serves every Python. Where no compiler works, the build
 goes on without it, and the wheel is then tagged `py3-none-any`: a platform in a wheel's name means that the kernel is
 in it.
@@ -88,8 +88,8 @@ setup(
     ext_modules=[
         Extension(
             "tailopt.native._cpu",
-            ["src/tailopt/native/cpu.c"],
-            depends=["setup.py"],
+            [f"src/tailopt/native/{name}.c" for name in ("clip", "flat", "library")],
+            depends=["setup.py", "src/tailopt/native/elements.h"],
             libraries=[] if sys.platform == "win32" else ["m"],  # fma, where the processor has none
             optional=True,
             py_limited_api=STABLE_ABI,

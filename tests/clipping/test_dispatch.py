@@ -19,6 +19,7 @@ from tailopt.clipping.kernels.chunked import CHUNK
 from tailopt.clipping.kernels.kernel import Batch, row
 from tailopt.clipping.reference import ClipByValue, ScaleToNorm, Step
 from tailopt.native import library as native
+from tailopt.native.clip import Counters, StepRows
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SIZES = [*range(70), 127, 128, 129, 255, 256, 257, 511, 512, 513, 1023, 1025, 4095, 4097, 65535, 65536, 65537]
@@ -124,10 +125,11 @@ def test_every_instruction_set_and_thread_count_agree(dtype: torch.dtype) -> Non
     for variant in library.variants:
         for threads in (1, 2, 3):
             params = [p.clone() for p, _ in pairs]
-            counters = native.Counters.empty(len(pairs), histogram=True)
+            counters = Counters.empty(len(pairs), histogram=True)
             counters.sample_offset = 7
             grads = [g for _, g in pairs]
-            library.run("biclip", params, grads, [0] * 4, numbers, counters=counters, variant=variant, threads=threads)
+            rows = StepRows(numbers, [0] * 4)
+            library.clip.run("biclip", params, grads, rows, counters=counters, variant=variant, threads=threads)
             seen.append((params, counters))
             for (p, g), after in zip(pairs, params, strict=True):
                 assert not (wrong := differing(p, g, after, STEPS["decay"])), (variant, threads, wrong)

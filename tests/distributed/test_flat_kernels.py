@@ -18,6 +18,8 @@ from tailopt.distributed import flat_kernels, outer_step, transport
 from tailopt.distributed.layout import Layout, Segment
 from tailopt.distributed.outer_step import PendingMean
 from tailopt.native import library
+from tailopt.native.calls import addresses
+from tailopt.native.flat import Pieces, WeightedSum
 from tailopt.rules.rule import State
 from tailopt.rules.table import OUTER
 
@@ -94,8 +96,8 @@ def test_the_kernel_and_torch_see_the_same_stats(variant: str, threads: int, wro
     for n in (1, 2, 7, 16, 1024, 1040, LARGE):
         x = numbers(n)
         x[n // 3] = wrong
-        where = array("Q", [x.data_ptr()]), array("q", [n]), array("q", [0]), array("i", [0])
-        (checksum,), (top,) = KERNEL.moved_at(None, None, *where, 1, variant=variant, threads=threads)
+        where, pieces = array("Q", [x.data_ptr()]), Pieces(array("q", [n]), array("q", [0]), array("i", [0]), 1)
+        (checksum,), (top,) = KERNEL.flat.displacement(None, None, where, pieces, variant=variant, threads=threads)
         expected = torch_stats(x)
         assert checksum == expected.checksum
         assert top == expected.max_abs or (top != top and expected.max_abs != expected.max_abs)
@@ -273,11 +275,11 @@ def test_a_checksum_does_not_depend_on_how_it_is_formed(variant: str, threads: i
     ends = sorted({0, *cuts, x.numel()})
     where = array("Q", [x.data_ptr() + 4 * start for start in ends[:-1]])
     counts = array("q", [stop - start for start, stop in itertools.pairwise(ends)])
-    pieces = counts, array("q", ends[:-1]), array("i", [0] * len(counts)), 1
-    (found,), (top,) = KERNEL.moved_at(None, None, where, *pieces, variant=variant, threads=threads)
+    pieces = Pieces(counts, array("q", ends[:-1]), array("i", [0] * len(counts)), 1)
+    (found,), (top,) = KERNEL.flat.displacement(None, None, where, pieces, variant=variant, threads=threads)
     y = torch.zeros_like(x)
     to = array("Q", [y.data_ptr() + 4 * start for start in ends[:-1]])
-    (loaded,) = KERNEL.load_at(to, where, *pieces, variant=variant, threads=threads)
+    (loaded,) = KERNEL.flat.load(to, where, pieces, variant=variant, threads=threads)
     assert found == loaded == flat_kernels._checksum(x) and top == flat_kernels._max_abs(x)
     assert same(x, y)
 
@@ -363,8 +365,8 @@ def test_a_mean_of_the_kernel_is_the_mean_of_torch(
         for row in rows:
             row[:1] = -0.0
         expected = flat_kernels._mean([row.clone() for row in rows], shares, whole, negative)
-        where = library.addresses(rows), array("f", shares), whole, negative, rows[0].data_ptr(), n
-        KERNEL.mean_at(*where, variant=variant, threads=threads)
+        summed = WeightedSum(addresses(rows), array("f", shares), whole)
+        KERNEL.flat.mean(summed, negative, rows[0].data_ptr(), n, variant=variant, threads=threads)
         assert same(rows[0], expected)
 
 

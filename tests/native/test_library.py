@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tailopt.distributed import flat_kernels
+from tailopt.native import calls, clip, flat
 from tailopt.native import library as native
 from tailopt.rounds import block_norm
 
@@ -48,7 +49,7 @@ def test_a_fork_after_a_parallel_step_can_step() -> None:
     program = """
         import os, signal, torch
         from tailopt import BiClip, L2Clip
-        from tailopt.native import library as native
+        from tailopt.native import calls
 
         assert torch.get_num_threads() == 2
         n = 1 << 20
@@ -66,7 +67,7 @@ def test_a_fork_after_a_parallel_step_can_step() -> None:
         child = os.fork()
         if child == 0:
             signal.alarm(20)  # a hanging child ends too
-            ok = step(-0.5) and native._forked
+            ok = step(-0.5) and calls._forked
             grandchild = os.fork()
             if grandchild == 0:
                 signal.alarm(10)
@@ -74,7 +75,7 @@ def test_a_fork_after_a_parallel_step_can_step() -> None:
             os._exit(0 if ok and os.waitpid(grandchild, 0)[1] == 0 else 1)
         status = os.waitpid(child, 0)[1]
         assert status == 0, status
-        assert step(-0.5) and not native._forked  # and the parent still has its threads
+        assert step(-0.5) and not calls._forked  # and the parent still has its threads
         print("stepped")
     """
     assert "stepped" in run(program)
@@ -155,6 +156,7 @@ def test_a_step_needs_no_memory() -> None:
 EVERYTHING = """
     import torch
     from tailopt import BiClip, L2Clip, count
+    from tailopt.native.clip import StepRows
     from tailopt.native.library import loaded
     from tailopt.distributed import flat_kernels
     from tailopt.distributed.layout import Segment
@@ -172,7 +174,7 @@ EVERYTHING = """
         for variant in kernel.variants:
             for operation in ("biclip", "rescale"):
                 row = [-0.1, 0.9, 0.0, 1.0, 0.5, 0.0, 1.0, 2.0, 1.0]
-                kernel.run(operation, [p.detach()], [p.grad], [0], row, variant=variant)
+                kernel.clip.run(operation, [p.detach()], [p.grad], StepRows(row, [0]), variant=variant)
         count([p.grad], 1.0, 0.5)
     segment = Segment(0, 0, 0, 1031, 0)
     x, delta = strange.clone(), torch.zeros(1031)
@@ -204,7 +206,7 @@ def test_the_kernel_does_nothing_that_c_leaves_undefined(tmp_path: Path) -> None
         "-shared",
         "-fPIC",
     ]
-    command = [COMPILER, *flags, "-o", str(here / "_cpu.abi3.so"), str(here / "cpu.c"), "-lm"]
+    command = [COMPILER, *flags, "-o", str(here / "_cpu.abi3.so"), *map(str, sorted(here.glob("*.c"))), "-lm"]
     if subprocess.run(command, timeout=300).returncode:
         pytest.skip("no sanitizer")
     assert "defined" in run(EVERYTHING, folder)
@@ -293,10 +295,13 @@ def test_no_library_at_all(loader) -> None:
 
 @needs_kernel
 def test_the_numbers_match_those_of_the_source() -> None:
-    source = (SOURCE / "tailopt" / "native" / "cpu.c").read_text(encoding="utf-8")
-    assert f"#define VERSION {native.VERSION}\n" in source
-    assert f"BINS = {native.BINS} }}" in source
-    assert f"BLOCK = {block_norm.BLOCK} }}" in source and native.BLOCK == block_norm.BLOCK
-    assert f"PLACES = {flat_kernels.PLACES} }}" in source
+    names = ("library.c", "clip.c", "flat.c", "elements.h")
+    folder = SOURCE / "tailopt" / "native"
+    loader, clip_c, flat_c, elements = ((folder / name).read_text(encoding="utf-8") for name in names)
+    assert f"#define VERSION {native.VERSION}\n" in loader
+    assert f"BINS = {clip.BINS} }}" in clip_c
+    assert f"BLOCK = {block_norm.BLOCK} }}" in flat_c and flat.BLOCK == block_norm.BLOCK
+    assert f"PLACES = {flat_kernels.PLACES} }}" in flat_c
+    assert "enum { F32, F64, BF16, F16 }" in elements and list(calls.DTYPES.values()) == [0, 1, 2, 3]
     library = native.loaded()
     assert library is not None and library.variants[0] == "portable" and native.why_missing() == ""

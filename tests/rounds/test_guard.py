@@ -381,7 +381,7 @@ def test_the_kernel_decides_as_torch_does(
     """The same element and bound, with zeros, denormals, infinities and NaN, and with all exactly at the bound."""
     assert KERNEL is not None
     d, x, a, c, steps = what
-    (found,) = KERNEL.beyond([d], [x], [a], [c], 1.001, steps + 2, variant=variant, threads=threads)
+    (found,) = KERNEL.flat.beyond([d], [x], [a], [c], 1.001, steps + 2, variant=variant, threads=threads)
     assert found == plainly(d, x, a, c, steps) == _farthest(d, x, a, c, steps)
 
 
@@ -392,7 +392,7 @@ def test_of_several_that_are_equally_far_the_first_is_named() -> None:
         d, x = torch.zeros(300_000), torch.zeros(300_000)
         d[first:] = -5.0
         for found in (
-            KERNEL.beyond([d], [x], [1.0], [0.0], 1.001, 3, threads=2)[0],
+            KERNEL.flat.beyond([d], [x], [1.0], [0.0], 1.001, 3, threads=2)[0],
             _farthest(d, x, 1.0, 0.0, 1),
             plainly(d, x, 1.0, 0.0, 1),
         ):
@@ -431,7 +431,7 @@ def test_ulps_of_a_norm_are_added_up_as_in_torch(data: st.DataObject, dtype: tor
     assert _ulp_squares(x, least) == expected
     if KERNEL is not None and dtype != torch.float64:
         for variant in KERNEL.variants:
-            found = KERNEL.ulp_squares(x, least, variant=variant, threads=2)
+            found = KERNEL.flat.ulp_squares(x, least, variant=variant, threads=2)
             assert all(one in (-1, other) for one, other in zip(found, expected, strict=True))
 
 
@@ -440,7 +440,7 @@ def test_a_plain_sum_of_ulps_is_the_kernels() -> None:
     """Nothing is left to torch where weights are of usual sizes."""
     assert KERNEL is not None
     x = 0.02 * torch.randn(100_000, generator=torch.Generator().manual_seed(0))
-    assert all(one > 0 for one in KERNEL.ulp_squares(x, 1e-6))
+    assert all(one > 0 for one in KERNEL.flat.ulp_squares(x, 1e-6))
 
 
 @needs_kernel

@@ -8,7 +8,6 @@ that the C kernel does not take; it counts the same things from the same element
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -18,7 +17,9 @@ from torch import Tensor
 from tailopt.clipping.dtensor import is_dtensor
 from tailopt.clipping.memory import check_memory
 from tailopt.clipping.operators import arithmetic, check_thresholds, real_parts
-from tailopt.native.library import DTYPES, Counters, addresses, loaded, sizes
+from tailopt.native.calls import DTYPES, addresses, dtype_codes, sizes
+from tailopt.native.clip import Counters, StepRows, TensorTable
+from tailopt.native.library import loaded
 
 COMPLETE_BELOW = 65_536  # smaller tensors enter a histogram whole
 STRIDE = 32  # of larger ones, one cache line in so many
@@ -197,21 +198,12 @@ def add(
         i for i, g in enumerate(grads) if kernel and g.device.type == "cpu" and g.dtype in DTYPES and is_flat(g)
     ]
     if kernel and by_kernel:
-        row = (0.0, 1.0, 0.0, *thresholds, 1.0, 1.0, 1.0)
         dense = [grads[i] for i in by_kernel]
-        where = addresses(dense)
-        check_memory(dense, where)
-        kernel.run_at(
-            "count",
-            None,
-            where,
-            sizes(dense),
-            array("i", [DTYPES[g.dtype] for g in dense]),
-            [0] * len(by_kernel),
-            row,
-            counters,
-            [slots[i] for i in by_kernel],
-        )
+        grad_addresses = addresses(dense)
+        check_memory(dense, grad_addresses)
+        tensors = TensorTable(None, grad_addresses, sizes(dense), dtype_codes(dense))
+        rows = StepRows((0.0, 1.0, 0.0, *thresholds, 1.0, 1.0, 1.0), [0] * len(dense))
+        kernel.clip.run_at("count", tensors, rows, counters, [slots[i] for i in by_kernel])
     for i in set(range(len(grads))).difference(by_kernel):
         count_in_torch(grads[i], slots[i], thresholds, counters)
 

@@ -18,7 +18,7 @@ from tailopt.clipping.counts import add
 from tailopt.clipping.dtensor import by_ranks, is_dtensor, over_shards
 from tailopt.clipping.operators import Number, real_parts
 from tailopt.clipping.reference import ScaleToNorm
-from tailopt.native.library import Counters
+from tailopt.native.clip import Counters
 
 UNTHRESHOLDED = (float("inf"), 0.0, 0.0)
 

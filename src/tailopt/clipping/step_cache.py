@@ -19,7 +19,8 @@ from tailopt.clipping.kernels.kernel import PLAIN_TYPES, Batch, row
 from tailopt.clipping.memory import check_memory
 from tailopt.clipping.operators import arithmetic
 from tailopt.clipping.reference import Step
-from tailopt.native.library import DTYPES, addresses, sizes
+from tailopt.native.calls import DTYPES, addresses, sizes
+from tailopt.native.clip import StepRows
 
 
 class StepCache:
@@ -101,10 +102,10 @@ class StepCache:
                 return False
         return True
 
-    def rows(self, batches: Sequence[Batch]) -> tuple[array[float], array[int]]:
-        """The numbers of the steps as cpu.c takes them, and which row of them every parameter gets."""
+    def rows(self, batches: Sequence[Batch]) -> StepRows:
+        """The numbers of the steps as the C kernel takes them, and which row of them every parameter gets."""
         if self.same_steps(batches):
-            return self._rows, self._row_of_param
+            return StepRows(self._rows, self._row_of_param)
         lengths = [len(batch.params) for batch in batches]
         if lengths != self._lengths:
             self._assign_rows(lengths)
@@ -113,7 +114,7 @@ class StepCache:
             self._rows.extend(row(batches[k].step, dtype))
         fixed = not any(isinstance(t, Tensor) for batch in batches for t in (batch.step.lr, *batch.step.clip))
         self._steps = [batch.step for batch in batches] if fixed else []
-        return self._rows, self._row_of_param
+        return StepRows(self._rows, self._row_of_param)
 
     def _assign_rows(self, lengths: list[int]) -> None:
         """One row for every batch and type of arithmetic in it."""

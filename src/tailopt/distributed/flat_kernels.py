@@ -34,12 +34,14 @@ from torch import Tensor
 
 from tailopt.distributed.layout import Segment
 from tailopt.native import library
+from tailopt.native.calls import addresses, sizes
+from tailopt.native.flat import DescentPieces, Pieces, WeightedSum
 from tailopt.rules.rule import Hyperparameters, Rule, State, per_param
 from tailopt.rules.sgd import AVG, NESTEROV, SGD
 
 PIECE = 1 << 18  # elements that torch scales at once: what stays in the cache is not written back
 PAGE = 1 << 21  # bytes of a large page
-PLACES = 1024  # words that have checksum keys of their own, as in cpu.c
+PLACES = 1024  # words that have checksum keys of their own, as in flat.c
 
 
 def alloc_huge_pages(count: int, dtype: torch.dtype) -> Tensor:
@@ -142,10 +144,8 @@ def checksum(x: Tensor) -> int:
 
 
 def _stats_at(kernel: library.Library, address: int, words: int) -> tuple[int, float]:
-    nothing = array("q", [0])
-    (checksum_,), (max_abs,) = kernel.moved_at(
-        None, None, array("Q", [address]), array("q", [words]), nothing, array("i", [0]), 1
-    )
+    pieces = Pieces(array("q", [words]), array("q", [0]), array("i", [0]), 1)
+    (checksum_,), (max_abs,) = kernel.flat.displacement(None, None, array("Q", [address]), pieces)
     return checksum_, max_abs
 
 
@@ -175,7 +175,7 @@ def _keys() -> Tensor:
 
 
 def _mixed(i: Tensor) -> Tensor:
-    """The i-th numbers of SplitMix64, as cpu.c has them; int64 multiplies and adds modulo 2^64."""
+    """The i-th numbers of SplitMix64, as flat.c has them; int64 multiplies and adds modulo 2^64."""
     z = (i + 1) * -0x61C8864680B583EB
     z = (z ^ _shifted(z, 30)) * -0x40A7B892E31B1A47
     z = (z ^ _shifted(z, 27)) * -0x6B2FB644ECCEEE15
@@ -204,16 +204,9 @@ def displacement(
             torch.sub(p.to(d), begun.to(p.dtype).to(d), out=d)
         return [checksum_and_max(delta[cuts[k] : cuts[k + 1]]) for k in range(nodes)]
     table = SegmentTable.of(segments, cuts)
-    checksums, maxima = kernel.moved_at(
-        table.in_params(params),
-        table.in_flat(x),
-        table.in_flat(delta),
-        table.counts,
-        table.places,
-        table.nodes,
-        nodes,
-    )
-    return list(map(BufferStats, checksums, maxima))
+    pieces = Pieces(table.counts, table.places, table.nodes, nodes)
+    where = table.in_params(params), table.in_flat(x), table.in_flat(delta)
+    return list(map(BufferStats, *kernel.flat.displacement(*where, pieces)))
 
 
 def load(params: Sequence[Tensor], x: Tensor, segments: Sequence[Segment], cuts: Sequence[int]) -> list[int]:
@@ -231,14 +224,8 @@ def load(params: Sequence[Tensor], x: Tensor, segments: Sequence[Segment], cuts:
             torch._foreach_copy_([params[i] for i in begins], views)
         return [checksum(x[cuts[k] : cuts[k + 1]]) for k in range(nodes)]
     table = SegmentTable.of(segments, cuts)
-    checksums = kernel.load_at(
-        table.in_params(params),
-        table.in_flat(x),
-        table.counts,
-        table.places,
-        table.nodes,
-        nodes,
-    )
+    pieces = Pieces(table.counts, table.places, table.nodes, nodes)
+    checksums = kernel.flat.load(table.in_params(params), table.in_flat(x), pieces)
     torch.autograd.graph.increment_version(params)  # the kernel writes behind autograd's back
     return list(checksums)
 
@@ -254,9 +241,8 @@ def mean(rows: Sequence[Tensor], weights: Sequence[float], total_weight: float, 
     kernel = library.loaded()
     if kernel is None or not _kernel_takes(rows):
         return _mean(rows, weights, total_weight, negative)
-    kernel.mean_at(
-        library.addresses(rows), array("f", weights), total_weight, negative, first.data_ptr(), first.numel()
-    )
+    summed = WeightedSum(addresses(rows), array("f", weights), total_weight)
+    kernel.flat.mean(summed, negative, first.data_ptr(), first.numel())
     return first
 
 
@@ -296,19 +282,15 @@ def mean_and_sgd_step(
     ):
         return False
     begin = x.data_ptr()
-    kernel.descend_at(
-        library.addresses(rows.tensors),
-        array("f", rows.weights),
-        rows.total_weight,
+    descent = DescentPieces(
         array("q", [start for start, _ in pieces]),
         array("q", [count for _, count in pieces]),
         array("Q", [begin + 4 * start for start, _ in pieces]),
-        library.addresses(velocities) if velocities else None,
+        addresses(velocities) if velocities else None,
         array("f", [-one for one in lr]),
-        momentum,
-        rule is NESTEROV,
-        fused,
     )
+    summed = WeightedSum(addresses(rows.tensors), array("f", rows.weights), rows.total_weight)
+    kernel.flat.descend(summed, descent, momentum, rule is NESTEROV, fused)
     return True
 
 
@@ -327,9 +309,9 @@ def _fused() -> bool | None:
     one = array("f", [1.0])
     for fused in (True, False):
         got = x.clone(), v.clone()
-        rows, count = library.addresses([g]), library.sizes([g])
-        to, with_v = library.addresses(got[:1]), library.addresses(got[1:])
-        kernel.descend_at(rows, one, 1.0, array("q", [0]), count, to, with_v, array("f", [-0.7]), 0.9, True, fused)
+        to, with_v, neg_lr = addresses(got[:1]), addresses(got[1:]), array("f", [-0.7])
+        piece = DescentPieces(array("q", [0]), sizes([g]), to, with_v, neg_lr)
+        kernel.flat.descend(WeightedSum(addresses([g]), one, 1.0), piece, 0.9, True, fused)
         if all(map(torch.equal, got, expected)):
             return fused
     return None

@@ -22,7 +22,7 @@ from tailopt.clipping.norms import nonfinite
 from tailopt.clipping.operators import Number, check_kind, check_shape, check_thresholds, threshold_order
 from tailopt.clipping.reference import Step
 from tailopt.clipping.step_cache import StepCache
-from tailopt.native.library import DTYPES
+from tailopt.native.calls import DTYPES
 from tailopt.optimizers.threshold_warning import warn_caller
 
 POLICIES = ("propagate", "skip", "raise")

@@ -30,7 +30,7 @@ from tailopt.clipping.kernels.kernel import Batch
 from tailopt.clipping.memory import is_freed
 from tailopt.clipping.operators import Number, is_transformed, real_parts
 from tailopt.clipping.reference import ClipByValue
-from tailopt.native.library import Counters
+from tailopt.native.clip import Counters
 
 SHARE = 0.999  # of the coordinates that move
 SMALL = 1e-4  # of the RMS weight

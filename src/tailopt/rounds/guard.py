@@ -154,7 +154,7 @@ def _beyond_coordinates(
         fast = [i for i in close if _kernel_takes(delta[i], start[i]) and not isinstance(a[i] + c[i], Tensor)]
         pairs = [delta[i] for i in fast], [start[i] for i in fast]
         coefficients = [a[i] for i in fast], [c[i] for i in fast]
-        worst_by_kernel = kernel.beyond(*pairs, *coefficients, 1 + SLACK, limit.steps + 2)
+        worst_by_kernel = kernel.flat.beyond(*pairs, *coefficients, 1 + SLACK, limit.steps + 2)
         by_kernel.update(zip(fast, worst_by_kernel, strict=True))
     for i in close:
         worst = by_kernel[i] if i in by_kernel else _farthest(delta[i], start[i], a[i], c[i], limit.steps)
@@ -222,7 +222,7 @@ def _ulp_squares(x: Tensor, least: float) -> list[float]:
     """Return, for each block, the sum of squares of the ulps of max(|x|, least)."""
     kernel, flat = library.loaded(), x.detach().reshape(-1)
     kernel_takes = flat.is_cpu and flat.is_contiguous() and flat.dtype in KERNEL_DTYPES
-    sums = kernel.ulp_squares(flat, least) if kernel is not None and kernel_takes else None
+    sums = kernel.flat.ulp_squares(flat, least) if kernel is not None and kernel_takes else None
     blocks = flat.split(BLOCK) if flat.numel() else ()
     # the kernel returns -1 for a block whose sum depends on the order of additions: that one is torch's
     return [_ulp_squares_of(block, least) if sums is None or sums[k] < 0 else sums[k] for k, block in enumerate(blocks)]

@@ -12,7 +12,8 @@ from tailopt.clipping.kernels.kernel import Batch, refuses_flat
 from tailopt.clipping.reference import ScaleToNorm, Step
 from tailopt.clipping.step_cache import StepCache
 from tailopt.native import library
-from tailopt.native.library import DTYPES
+from tailopt.native.calls import DTYPES
+from tailopt.native.clip import TensorTable
 
 
 def refuses(p: Tensor, g: Tensor, step: Step) -> str:
@@ -36,24 +37,18 @@ def run(batches: Sequence[Batch], cache: StepCache | None = None, recorder: Stat
         cache = StepCache(reused=False)
         cache.learn(params)
         cache.locate(params)
-    rows, row_of_param = cache.rows(batches)
-    grad_addresses = cache.locate_gradients(grads)
+    rows = cache.rows(batches)
+    tensors = TensorTable(cache.param_addresses, cache.locate_gradients(grads), cache.sizes, cache.dtype_codes)
     # The kernel writes past autograd: without this, a backward pass would use a saved tensor that has changed, and
     # nobody would notice. It comes before the pass, which sweeps the tensors' headers out of the processor's caches.
     torch.autograd.graph.increment_version(params)
-    kernel.run_at(
+    kernel.clip.run_at(
         "rescale" if batches and isinstance(batches[0].step.clip, ScaleToNorm) else "biclip",
-        cache.param_addresses,
-        grad_addresses,
-        cache.sizes,
-        cache.dtype_codes,
-        row_of_param,
+        tensors,
         rows,
         recorder.counters(torch.device("cpu")) if recorder is not None else None,
         [slot for batch in batches for slot in batch.slots] if recorder is not None else None,
-        threads=None
-        if cache.distinct
-        else 1,  # a parameter that is in the list twice steps twice, one step after the other
+        threads=None if cache.distinct else 1,  # a parameter that is in the list twice takes one step after the other
     )
 
 

@@ -75,7 +75,7 @@ def refuses_flat(p: Tensor, g: Tensor, step: Step) -> str:
 
 
 def row(step: Step, dtype: torch.dtype) -> tuple[float, ...]:
-    """The numbers of a step in the order of `Row` in cpu.c."""
+    """The numbers of a step in the order of `Row` in clip.c."""
     clip = tuple(map(float, step.clip))
     sides = (clip + (1.0, 1.0, 1.0)) if isinstance(step.clip, ClipByValue) else ((math.inf, 0.0, 0.0) + clip)
     decay = float(step.decay(dtype)) if step.weight_decay else 1.0

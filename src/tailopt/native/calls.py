@@ -1,0 +1,56 @@
+"""What all calls into the C library share: numbers of types, addresses, the choice of instruction set and threads."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+
+_forked = False
+
+
+def _after_fork() -> None:
+    # A parallel region in the parent leaves a thread pool that the child does not have: its first region would hang.
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+class Variants(NamedTuple):
+    """The instruction sets that this processor can run, best last."""
+
+    names: tuple[str, ...]
+
+    def choose(self, variant: str | None, threads: int | None) -> tuple[int, int]:
+        """The number of a variant, by default of the best, and how many threads may work."""
+        number = len(self.names) - 1 if variant is None else self.names.index(variant)
+        return number, 1 if _forked else (threads or torch.get_num_threads())
+
+
+def addresses(tensors: Sequence[Tensor]) -> array[int]:
+    """Where the tensors' elements begin."""
+    return array("Q", list(map(Tensor.data_ptr, tensors)))
+
+
+def sizes(tensors: Sequence[Tensor]) -> array[int]:
+    """How many elements the tensors have."""
+    return array("q", list(map(Tensor.numel, tensors)))
+
+
+def dtype_codes(tensors: Sequence[Tensor]) -> array[int]:
+    """The numbers that the C sources have for the tensors' types."""
+    return array("i", [DTYPES[t.dtype] for t in tensors])
+
+
+def pointer(values: array[int] | array[float] | None) -> int | None:
+    """Where an array's elements begin; the caller keeps the array alive."""
+    return values.buffer_info()[0] if values is not None else None

@@ -1,0 +1,126 @@
+"""Calls into clip.c: the optimizer step over many tensors, and what it counts."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tailopt.native.calls import Variants, addresses, dtype_codes, pointer, sizes
+
+BINS = 256  # octaves of a histogram
+OPERATIONS = {"biclip": 0, "rescale": 1, "count": 2}
+
+
+@dataclass
+class Counters:
+    """What passes add up: one row of 7 words per slot, as `Counters` in clip.c, and histograms on request."""
+
+    table: Tensor
+    bins: Tensor | None = None
+    logs: Tensor | None = None
+    sample_offset: int = -1  # which cache line in 32 of a large tensor is sampled; -1: all
+
+    @classmethod
+    def empty(cls, n_slots: int, histogram: bool = False, device: torch.device | None = None) -> Counters:
+        """Zeros for so many slots."""
+        table = torch.zeros(n_slots, 7, dtype=torch.int64, device=device)
+        if not histogram:
+            return cls(table)
+        bins, logs = torch.zeros(2, n_slots, BINS, dtype=torch.int64, device=device).unbind()
+        return cls(table, bins, logs)
+
+    @property
+    def integers(self) -> Tensor:
+        """elements, zero, below, above, nonfinite"""
+        return self.table[:, :5]
+
+    @property
+    def reals(self) -> Tensor:
+        """sum of squares, largest magnitude; both over finite elements"""
+        return self.table.view(torch.float64)[:, 5:]
+
+
+class TensorTable(NamedTuple):
+    """The tensors of a pass as the C code takes them; the caller keeps the tensors alive."""
+
+    params: array[int] | None  # addresses; None for a pass that only counts
+    grads: array[int]
+    sizes: array[int]
+    dtypes: array[int]
+
+
+class StepRows(NamedTuple):
+    """The numbers of the steps, 9 per row as `Row` in clip.c, and which row each tensor gets."""
+
+    numbers: Sequence[float]
+    row_of_tensor: Sequence[int]
+
+
+class ClipCalls:
+    """The entry point of clip.c."""
+
+    def __init__(self, handle: ctypes.CDLL, variants: Variants) -> None:
+        self._variants = variants
+        self._pass: Any = handle.tailopt_pass
+        self._pass.argtypes = [ctypes.c_int] * 4 + [ctypes.c_void_p] * 10 + [ctypes.c_int]
+        self._pass.restype = ctypes.c_int
+
+    def run(
+        self,
+        operation: str,
+        params: Sequence[Tensor] | None,
+        grads: Sequence[Tensor],
+        rows: StepRows,
+        *,
+        counters: Counters | None = None,
+        slots: Sequence[int] | None = None,
+        variant: str | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """One pass. The tensors must be dense CPU tensors of DTYPES, each parameter strided like its gradient.
+
+        counters: where to add what was counted, each tensor at its slot; by default its position.
+        """
+        param_addresses = addresses(params) if params is not None else None
+        tensors = TensorTable(param_addresses, addresses(grads), sizes(grads), dtype_codes(grads))
+        self.run_at(operation, tensors, rows, counters, slots, variant, threads)
+
+    def run_at(
+        self,
+        operation: str,
+        tensors: TensorTable,
+        rows: StepRows,
+        counters: Counters | None = None,
+        slots: Sequence[int] | None = None,
+        variant: str | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """`run` for callers that know addresses and sizes already."""
+        n = len(tensors.grads)
+        row, numbers = array("i", rows.row_of_tensor), array("d", rows.numbers)
+        # without counters the C code does not read the slots
+        slot = array("i", range(n) if slots is None else slots) if counters is not None else row
+        failed = self._pass(
+            OPERATIONS[operation],
+            *self._variants.choose(variant, threads),
+            n,
+            pointer(tensors.params),
+            pointer(tensors.grads),
+            pointer(tensors.sizes),
+            pointer(tensors.dtypes),
+            pointer(row),
+            pointer(numbers),
+            pointer(slot),
+            counters.table.data_ptr() if counters is not None else None,
+            counters.bins.data_ptr() if counters is not None and counters.bins is not None else None,
+            counters.logs.data_ptr() if counters is not None and counters.logs is not None else None,
+            -1 if counters is None else counters.sample_offset,
+        )
+        if failed:
+            raise MemoryError(f"No memory for the partial sums of a pass over {n} tensors.")
