@@ -28,19 +28,7 @@ pytestmark = [
 ]
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
-STEPS = """
-import torch, tailopt
-parameters = [torch.nn.Parameter(torch.ones(n)) for n in (3, 100)]
-for optimizer in (tailopt.BiClip, tailopt.L2Clip):
-    opt = optimizer(parameters, lr=0.5, u=0.25, d=0.125)
-    for step in range(2):
-        for p in parameters:
-            p.grad = torch.full_like(p, 1e-3)
-        opt.step()
-    if optimizer is tailopt.BiClip:
-        assert parameters[0].tolist() == [1 - 2 * 0.5 * 0.125] * 3, parameters[0]
-print(tailopt.__file__)
-"""
+STEPS = ROOT / "tests" / "installed_wheel.py"
 
 
 def run(*command, **environment):
@@ -135,7 +123,7 @@ def test_wheel_with_the_kernel(sdist, tmp_path):
         assert "RUNPATH" not in dynamic
         assert "python" not in dynamic
 
-    result = run(install(wheel, tmp_path), "-W", "always", "-c", STEPS, OMP_NUM_THREADS="1")
+    result = run(install(wheel, tmp_path), "-W", "always", STEPS, OMP_NUM_THREADS="1")
     assert str(tmp_path) in result.stdout
     assert complaints(result) == []
 
@@ -151,7 +139,7 @@ def test_wheel_without_a_compiler(sdist, tmp_path):
         assert b"Root-Is-Purelib: true" in archive.read(metadata)
     assert not [path for path in names(wheel) if "_cpu" in path]
 
-    result = run(install(wheel, tmp_path), "-W", "always", "-c", STEPS, OMP_NUM_THREADS="1")
+    result = run(install(wheel, tmp_path), "-W", "always", STEPS, OMP_NUM_THREADS="1")
     assert str(tmp_path) in result.stdout
     assert len(complaints(result)) == 1, result.stderr
 
