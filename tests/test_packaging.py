@@ -94,6 +94,14 @@ def test_the_version_is_written_once():
         assert not re.search(r"""^\s*version\s*[:=]\s*["']?\d""", text, flags=re.MULTILINE), page
 
 
+def test_metadata_has_authors_and_links():
+    metadata = importlib.metadata.metadata("tailopt-torch")
+    assert metadata["Author"] == "The tailopt developers"
+    links = dict(link.split(", ", 1) for link in metadata.get_all("Project-URL", []))
+    assert links and all(address.startswith("https://") for address in links.values())
+    assert not any("example" in address for address in links.values())
+
+
 def test_sdist_holds_sources_and_tests_and_no_library(sdist):
     there = names(sdist)
     for path in (
