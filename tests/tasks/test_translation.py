@@ -1,4 +1,4 @@
-"""Translation: pairs from every kind of file, a loss without pads, greedy decoding, the libraries' BLEU and METEOR."""
+"""Translation: what is trained and evaluated on, a loss without pads, greedy decoding."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import itertools
 import os
 import subprocess
 import sys
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import tailopt
-from tailopt.tasks import translation
+from tailopt.tasks.parallel_corpora import PUBLIC_NAMES
 from tailopt.tasks.table import task
-from tailopt.tasks.translation import NAMES, Translation, between, corpus, shuffled
+from tailopt.tasks.translation import NAMES, Translation
 from tests.tasks.test_metrics import without_wordnet
 
 sacrebleu = pytest.importorskip("sacrebleu")
@@ -90,75 +87,6 @@ def tiny(folder: str, words: str) -> Translation:
 
 
 # ---- data ----
-
-
-@with_data
-@pytest.mark.parametrize(
-    ("name", "file", "counts"),
-    [
-        ("multi30k-en-de", "multi30k.zip", {"train": 29000, "validation": 1014, "test": 1000}),
-        ("multi30k-en-fr", "multi30k.zip", {"train": 29000, "validation": 1014, "test": 1000}),
-        ("ted-en-de", "iwslt2017-ted-en-de.zip", {"train": 8079, "validation": 888}),
-        ("news-en-de", "wmt14-news-en-fr-en-de.zip", {"train": 3000, "validation": 3000}),
-        ("news-en-fr", "wmt14-news-en-fr-en-de.zip", {"train": 3000, "validation": 3000}),
-        ("tatoeba-en-de", "tatoeba-en-de.tsv.xz", {"train": 167197, "validation": 2000}),
-        ("tatoeba-en-fr", "tatoeba-en-fr.tsv.xz", {"train": 140787, "validation": 2000}),
-    ],
-)
-def test_the_public_files_have_their_pairs(name: str, file: str, counts: dict[str, int]) -> None:
-    made = task(f"translation/{name}", data=str(files() / file))
-    sets = corpus(str(files() / file), *name.split("-")[1:]).sets
-    assert {role: len(pairs[0]) for role, pairs in sets.items()} == counts
-    for number in counts.values():
-        assert f"{number:,}" in made.found
-    assert str(files()) not in made.found
-
-
-@with_data
-def test_a_folder_in_a_zip_holds_its_own_pair_of_languages() -> None:
-    path = str(files() / "wmt14-news-en-fr-en-de.zip")
-    french, german = corpus(path, "en", "fr"), corpus(path, "en", "de")
-    assert french.sets["validation"][0] != german.sets["validation"][0]  # newstest2014 differs by pair
-    assert " est " in " ".join(french.sets["train"][1]) and " ist " in " ".join(german.sets["train"][1])
-
-
-@with_data
-def test_tatoeba_validates_on_sentences_that_it_does_not_train_on() -> None:
-    sets = corpus(str(files() / "tatoeba-en-de.tsv.xz"), "en", "de").sets
-    assert not {*sets["train"][0]} & {*sets["validation"][0]}
-
-
-@given(st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=40), st.integers(0, 40))
-def test_a_cut_leaves_no_sentence_on_both_sides(sources: list[str], cut: int) -> None:
-    order = shuffled(sources)
-    assert sorted(order) == list(range(len(sources)))
-    at = between(sources, order, min(cut, len(order)))
-    assert at >= min(cut, len(order))
-    if cut:
-        assert not {sources[i] for i in order[:at]} & {sources[i] for i in order[at:]}
-
-
-def test_a_set_without_a_name_for_it_trains_and_is_named(tmp_path: Path) -> None:
-    for stem, n in (("newstest2013", 3), ("newstest2014", 5), ("dev", 9)):
-        for language in ("en", "de"):
-            (tmp_path / f"{stem}.{language}").write_text("".join(f"{stem} {i}\n" for i in range(n)))
-    found = corpus(str(tmp_path), "en", "de")
-    assert [len(found.sets[role][0]) for role in ("train", "validation")] == [5, 9]
-    assert "newstest2014 5 pairs as train" in found.found and "dev 9 pairs" in found.found
-
-
-def test_the_same_pairs_from_a_zip_a_folder_and_compressed(tmp_path: Path, folder: str) -> None:
-    import lzma
-
-    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
-        for path in Path(folder).iterdir():
-            archive.write(path, f"deep/inside/{path.name}")
-    for path in Path(folder).iterdir():
-        (tmp_path / "xz").mkdir(exist_ok=True)
-        (tmp_path / "xz" / f"{path.name}.xz").write_bytes(lzma.compress(path.read_bytes()))
-    plain = corpus(folder, "en", "de").sets
-    assert corpus(str(tmp_path / "all.zip"), "en", "de").sets == plain
-    assert corpus(str(tmp_path / "xz"), "en", "de").sets == plain
 
 
 def test_held_out_pairs_are_not_trained_on(tiny: Translation) -> None:
@@ -239,24 +167,6 @@ def test_a_line_without_a_second_column_is_named(tmp_path: Path) -> None:
         Translation(data=str(tmp_path / "pairs.tsv")).nodes(0, 3)
 
 
-def test_a_missing_column_of_the_hub_is_named() -> None:
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_dict({"translation": [{"en": "a", "cs": "b"}]})
-    with pytest.raises(ValueError, match=r"the translation column of news \(train\) has no column 'de'"):
-        translation._columns(rows, ("en", "de"), "en", "de", "news (train)")
-    rows = datasets.Dataset.from_dict({"en": ["a"], "nl": ["b"]})
-    with pytest.raises(ValueError, match="news has no column 'de'; it has en, nl"):
-        translation._columns(rows, ("en", "de"), "en", "de", "news")
-
-
-def test_columns_of_the_hub_are_read_in_both_layouts() -> None:
-    datasets = pytest.importorskip("datasets")
-    nested = datasets.Dataset.from_dict({"translation": [{"en": "a", "de": "b"}, {"en": "", "de": "c"}]})
-    plain = datasets.Dataset.from_dict({"english": ["a", "x"], "non_english": ["b", " "]})
-    assert translation._columns(nested, ("en", "de"), "en", "de", "") == (["a"], ["b"])  # half-empty pairs are left out
-    assert translation._columns(plain, ("english", "non_english"), "en", "de", "") == (["a"], ["b"])
-
-
 OFFLINE = """
 from tailopt.tasks.table import task
 for name in ("ted-en-de", "newscomm-en-fr", "news-en-de", "tatoeba-en-fr", "multi30k-en-de"):
@@ -272,9 +182,9 @@ def test_without_a_network_the_public_name_is_named() -> None:
     clean = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run([sys.executable, "-c", OFFLINE], env=clean, capture_output=True, text=True, timeout=300)
     said = ended.stdout.splitlines()
-    assert len(said) == len(translation.CORPORA), ended.stderr
+    assert len(said) == len(PUBLIC_NAMES), ended.stderr
     for name, line in zip(("ted", "newscomm", "news", "tatoeba", "multi30k"), said, strict=True):
-        assert f"Cannot get the data set '{translation.CORPORA[name]}' from the hub" in line
+        assert f"Cannot get the data set '{PUBLIC_NAMES[name]}' from the hub" in line
         assert "--data PATH" in line
 
 
@@ -345,7 +255,7 @@ def test_decoding_takes_the_likeliest_piece_every_time(tiny: Translation) -> Non
 
 def test_pieces_that_are_not_kept_become_the_unknown_one(tiny: Translation) -> None:
     shrunk = replace(tiny, pieces=15)
-    kept = shrunk._kept()
+    kept = shrunk._vocabulary()
     assert len(kept) == 15 and kept[:3].tolist() == [0, 1, 2]
     assert shrunk.model(0).config.vocab_size == 15
     full, less = tiny._tokenised("train")[0].long(), shrunk._tokenised("train")[0].long()

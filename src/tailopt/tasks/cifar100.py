@@ -331,7 +331,7 @@ def _strips(folder: Any, split: str, path: Path) -> Split:
 
 def _of_hub(name: str, split: str) -> Split:
     rows = hub.dataset(name, split=split)
-    files.columns(rows.column_names, ("img", "fine_label"), f"{name}, {split}")
+    files.check_columns(rows.column_names, ("img", "fine_label"), f"{name}, {split}")
     pixels = torch.stack([_pixels(image) for image in rows["img"]])
     return pixels, torch.tensor(list(rows["fine_label"]))
 

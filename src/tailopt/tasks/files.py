@@ -97,8 +97,8 @@ def lines(text: str) -> list[str]:
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
 
 
-def columns(rows: Any, wanted: Sequence[str], where: str) -> None:
-    """Refuse data that lack a column."""
-    for name in wanted:
+def check_columns(rows: Any, needed: Sequence[str], where: str) -> None:
+    """Refuse data without one of the columns that are needed."""
+    for name in needed:
         if name not in rows:
             raise ValueError(f"Invalid data: {where} has no column {name!r}; it has {', '.join(rows)}.")

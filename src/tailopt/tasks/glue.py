@@ -317,7 +317,7 @@ def _from_hub(which: str, data: str) -> Found:
         where = f"{data} ({which}, {split})"
         loaded = hub.dataset(data, which, split=split)
         columns = part.hub or part.texts
-        files.columns(loaded.column_names, (*columns, "label"), where)
+        files.check_columns(loaded.column_names, (*columns, "label"), where)
         labels = [_label(part, label, f"{where}, row {i}") for i, label in enumerate(loaded["label"])]
         parts[name] = Table(tuple(list(loaded[column]) for column in columns), labels)
     counts = ", ".join(f"{split} {len(parts[name]):,} rows" for name, split in splits.items())
@@ -393,7 +393,7 @@ def _table(part: Part, folder: files.Folder, name: str) -> Table:
     where = f"{name} of {folder.path}"
     split = [line.split("\t") for line in files.lines(folder.text(name).removeprefix("\ufeff"))]
     header = list(part.header) or (split.pop(0) if split else [])
-    files.columns(header, (*part.texts, part.label), where)
+    files.check_columns(header, (*part.texts, part.label), where)
     if not split:
         raise ValueError(f"Invalid data: {where} has no rows. Give a file that has.")
     texts: tuple[list[str], ...] = tuple([] for _ in part.texts)

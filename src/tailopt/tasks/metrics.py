@@ -1,9 +1,11 @@
-"""Metrics of tasks on real data, in percent, computed by the libraries that define them.
+"""Metrics of tasks on real data, in percent.
 
-labels        accuracy, f1 (of the positive class), matthews     scikit-learn
-scores        spearman, pearson                                  SciPy
-answers       exact match and F1 by SQuAD's rules                torchmetrics
-translations  corpus BLEU (13a), METEOR                          sacrebleu, NLTK
+    labels        accuracy, f1 (of the positive class), matthews     scikit-learn
+    scores        spearman, pearson                                  SciPy
+    answers       exact match and F1 by SQuAD's rules                torchmetrics
+    translations  corpus BLEU (13a), METEOR                          sacrebleu, NLTK
+
+Each is computed by the library that defines it, or that everybody uses for it.
 """
 
 from __future__ import annotations

@@ -343,7 +343,7 @@ def _lines(text: str, name: str) -> Iterator[Row]:
                 found = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"Invalid data: line {number} of {name} is no JSON: {error}.") from None
-            files.columns(found, ("context", "question", "answer"), f"line {number} of {name}")
+            files.check_columns(found, ("context", "question", "answer"), f"line {number} of {name}")
             yield Row(found["context"], found["question"], (found["answer"],))
 
 
@@ -357,13 +357,13 @@ def _official(text: str, name: str) -> Iterator[Row]:
 
 
 def _entry(found: Any, key: str, name: str) -> Any:
-    files.columns(found, (key,), name)
+    files.check_columns(found, (key,), name)
     return found[key]
 
 
 def _of_hub(data: str, split: str) -> Iterator[Row]:
     loaded = hub.dataset(data, split=split)
-    files.columns(loaded.column_names, ("context", "question", "answers"), f"{data}, {split}")
+    files.check_columns(loaded.column_names, ("context", "question", "answers"), f"{data}, {split}")
     for context, question, answers in zip(loaded["context"], loaded["question"], loaded["answers"], strict=True):
         yield Row(context, question, tuple(answers["text"]))
 

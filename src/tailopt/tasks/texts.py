@@ -172,9 +172,9 @@ def _from_hub(kind: str, data: str) -> dict[str, str]:
     """LEAF's samples for Shakespeare; else the column "text", as a single source."""
     rows = hub.dataset(data, split="train")
     if kind == "shakespeare":
-        files.columns(rows.column_names, ("character_id", "x", "y"), data)
+        files.check_columns(rows.column_names, ("character_id", "x", "y"), data)
         return unrolled(rows["character_id"], rows["x"], rows["y"])
-    files.columns(rows.column_names, ("text",), data)
+    files.check_columns(rows.column_names, ("text",), data)
     if kind == "texts":
         raise ValueError(f"Invalid data: {data!r} of the hub is one source, and texts needs several. {_WANTED[kind]}.")
     return {data: "\n".join(rows["text"])}
