@@ -87,7 +87,7 @@ def test_strips_hold_the_images_in_order(tmp_path: Path) -> None:
     strips(tmp_path / "own.zip", pixels, ["ant", "bee", "cat"], each=2)
     found = load(str(tmp_path / "own.zip"))
     assert torch.equal(found.train, pixels) and found.train_labels.tolist() == [0, 0, 1, 1, 2, 2]
-    assert "6 training and 6 test images (of 50,000 + 10,000)" in tiny(tmp_path / "own.zip").found
+    assert "6 training and 6 test images (of 50,000 + 10,000)" in tiny(tmp_path / "own.zip").data_description
 
 
 @real

@@ -242,7 +242,7 @@ def test_both_sets_of_mnli_are_measured(tmp_path: Path, encoder: str) -> None:
     found = made.evaluate(model, 0)
     assert found == {"accuracy": pytest.approx(100 / 3), "accuracy_mismatched": pytest.approx(100 / 3)}
     assert tuple(replace(made, judge="held-out").evaluate(model, 0)) == ("accuracy",)
-    assert "dev_mismatched.tsv 9 rows" in made.found
+    assert "dev_mismatched.tsv 9 rows" in made.data_description
 
 
 def test_where_the_files_may_be(tmp_path: Path) -> None:

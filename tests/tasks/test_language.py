@@ -289,7 +289,7 @@ def test_philosopher_has_eight_nodes_one_a_work():
     found = task("philosopher", "small", data=f"{DATA}/text", tokenizer="", characters=5000)
     assert len(found.nodes(seed=0, n=8)) == 8
     assert all(any(work in name for work in texts.WORKS) for name in found.corpus.names)  # type: ignore[attr-defined]
-    assert found.corpus.names[0].startswith("kant") and "8 works" in found.found  # type: ignore[attr-defined]
+    assert found.corpus.names[0].startswith("kant") and "8 works" in found.data_description  # type: ignore[attr-defined]
 
 
 @needs_data

@@ -51,8 +51,8 @@ def test_the_public_files_have_their_pairs(name: str, file: str, counts: dict[st
     splits = load_corpus(str(files() / file), *name.split("-")[1:]).splits
     assert {role: len(pairs[0]) for role, pairs in splits.items()} == counts
     for number in counts.values():
-        assert f"{number:,}" in made.found
-    assert str(files()) not in made.found
+        assert f"{number:,}" in made.data_description
+    assert str(files()) not in made.data_description
 
 
 @with_data

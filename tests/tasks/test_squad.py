@@ -251,7 +251,10 @@ def test_a_row_is_passage_question_and_answer(model: str, data: str) -> None:
         "Context: Oslo has 5 bridges, and a mayor.\nQuestion: How many bridges has Oslo?\nAnswer: 5 bridges<end>"
         in found
     )
-    assert made.found == f"{load(data).source}; within 128 tokens (answers within 14): 9 to train on, 1 to validate on"
+    assert (
+        made.data_description
+        == f"{load(data).source}; within 128 tokens (answers within 14): 9 to train on, 1 to validate on"
+    )
 
 
 def test_what_is_held_out_no_node_gets(model: str, data: str) -> None:

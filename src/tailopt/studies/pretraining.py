@@ -349,7 +349,7 @@ def summarise(
     problem = plan.task()
     return {
         "plan": {**asdict(plan), "rounds": rounds, "local_steps": steps},
-        "found": problem.found,
+        "found": problem.data_description,
         "model": {name: getattr(problem, name) for name in ("layers", "width", "heads", "length")},
         "unigram_loss": math.log(problem.unigram),
         "settings": {name: dict(numbers) for name, numbers in chosen.items()},

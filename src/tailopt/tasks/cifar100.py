@@ -97,7 +97,7 @@ class Cifar100:
         return "cifar100"
 
     @property
-    def found(self) -> str:
+    def data_description(self) -> str:
         """Which images there are."""
         images = load(self.data)
         part = " (complete)" if (len(images.train), len(images.test)) == (50_000, 10_000) else " (of 50,000 + 10,000)"

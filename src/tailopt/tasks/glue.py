@@ -3,8 +3,9 @@
     cola  matthews            mrpc, qqp  accuracy, f1 (of the positive class)      mnli  accuracy, accuracy_mismatched
     stsb  spearman, pearson   sst2, qnli, rte, wnli  accuracy                      all in percent
 
-Data are the tab-separated files as GLUE hands them out, by path, or a data set of the hub by name; parts of them will
-do, and `found` says what was there. Classes have the numbers that the hub gives them; STS-B is a regression on 0 to 5.
+Data are the tab-separated files as GLUE distributes them, by path, or a data set of the hub by name. Parts of them are
+enough; `data_description` lists what is there. Classes have the numbers that the hub gives them; STS-B is a regression
+on 0 to 5.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class Glue:
         return PARTS[self.which].metrics
 
     @property
-    def found(self) -> str:
+    def data_description(self) -> str:
         """Which files or splits there are, with their rows, and what of them is used how."""
         return rows(self.which, self.data).found
 

@@ -175,7 +175,7 @@ class Language:
         )
 
     @property
-    def found(self) -> str:
+    def data_description(self) -> str:
         """What there is to train and to test on."""
         found = self.corpus
         what = {"shakespeare": "roles", "philosopher": "works"}.get(self.kind, "files")

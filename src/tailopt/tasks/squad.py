@@ -64,7 +64,7 @@ class Squad:
     - a file, folder or zip of JSON lines {"context": ..., "question": ..., "answer": ...}, a part of SQuAD or data of
       one's own: train.jsonl and validation.jsonl, or one file by another name; of that a fixed tenth of the passages,
       with all their questions, is the validation split.
-    Questions that take more than `length` tokens, answer included, are left out; `found` says how many.
+    Questions that take more than `length` tokens, answer included, are left out; `data_description` says how many.
 
     Args:
         pretrained: a folder or public name of a causal language model and its tokenizer.
@@ -99,7 +99,7 @@ class Squad:
         return "squad"
 
     @property
-    def found(self) -> str:
+    def data_description(self) -> str:
         """Which questions there are, and how many of them fit."""
         fit = [len(self._encoded(which).rows) for which in ("train", "validation")]
         return (

@@ -143,7 +143,7 @@ class Translation:
         return f"translate {LANGUAGES[self.source]} to {LANGUAGES[self.target]}: "
 
     @property
-    def found(self) -> str:
+    def data_description(self) -> str:
         """The files or splits of the data, with their numbers of pairs, and what each is used for."""
         return self._corpus().description
 
