@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tailopt.algorithms import algorithm
 from tailopt.engines.simulate import simulate
+from tailopt.studies import rate_cells as cells
+from tailopt.studies import rate_fits as fits
 from tailopt.studies import rates as study
+from tailopt.studies.runner import read_record
 from tailopt.studies.study import StudyOptions
 from tailopt.tasks.gradient_noise import GradientNoise
 from tailopt.theory import theory
@@ -24,48 +26,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return study.run(tmp_path_factory.mktemp("rates"), StudyOptions(quick=True, progress=False))
 
 
-@given(st.floats(-2.0, -0.01), st.floats(1e-6, 1e6))
-@settings(max_examples=30, deadline=None)
-def test_the_slope_of_a_power_law_is_its_exponent(exponent: float, base: float) -> None:
-    at = study.recorded(500)
-    t = torch.tensor(at, dtype=torch.float64)
-    assert float(study.slope(at, base * t**exponent)) == pytest.approx(exponent, abs=1e-9)
-
-
-def test_only_the_last_decade_is_fitted() -> None:
-    at = study.recorded(1000)
-    t = torch.tensor(at, dtype=torch.float64)
-    bent = torch.where(t < 100, torch.full_like(t, 7.0), 1 / t)
-    assert float(study.slope(at, bent)) == pytest.approx(-1.0, abs=1e-9)
-
-
 @pytest.mark.parametrize("rounds", [20, 100, 999])
 def test_recorded_rounds_rise_from_the_first_to_the_last(rounds: int) -> None:
-    at = study.recorded(rounds)
+    at = cells.recorded(rounds)
     assert at[0] == 1 and at[-1] == rounds and at == sorted(set(at))
-
-
-def test_the_interval_covers_a_known_slope() -> None:
-    """40 studies of 12 repetitions t^-0.5 times log-normal noise: a 95 % interval misses in few of them."""
-    at, missed = study.recorded(300), 0
-    t = torch.tensor(at, dtype=torch.float64)
-    source = torch.Generator().manual_seed(0)
-    for _ in range(40):
-        noise = torch.randn(1, 12, len(at), dtype=torch.float64, generator=source).mul(0.3).exp()
-        _, samples = study.means(t**-0.5 * noise)
-        low, high = study.interval(study.slope(at, samples))
-        assert low < high
-        missed += not low <= -0.5 <= high
-    assert missed <= 8
-
-
-def test_one_run_of_many_repetitions_and_many_runs_of_one_are_resampled_alike() -> None:
-    values = torch.rand(6, 1, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    (mean, samples), (other, others) = study.means(values), study.means(values.transpose(0, 1))
-    assert torch.equal(mean, values.mean((0, 1))) and torch.equal(mean, other) and torch.equal(samples, others)
-    assert samples.shape == (study.RESAMPLES, 5)
-    # the bootstrap's spread is that of a mean of 6, with the biased variance
-    assert torch.allclose(samples.std(0), values[:, 0].std(0, correction=0) / 6**0.5, rtol=0.15)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +42,12 @@ def test_one_run_of_many_repetitions_and_many_runs_of_one_are_resampled_alike() 
     ],
 )
 def test_verdicts(low: float, high: float, expected: str) -> None:
-    assert study.verdict(low, high, promise=-0.3, allowance=0.1) == expected
+    assert fits.verdict(low, high, promise=-0.3, allowance=0.1) == expected
 
 
 def test_the_watched_average_is_that_of_simulate() -> None:
     task = GradientNoise(replicas=2, separate=True)
-    watch = study.Watch(task, {5, 12}, averaged=True)
+    watch = cells.MeasureRecorder(task, {5, 12}, averaged=True)
     result = simulate(
         task.model(0),
         algorithm("avg-l2clip", ilr=1.5, i_u=1.0, scope="tensor"),
@@ -104,7 +68,7 @@ def test_the_watched_average_is_that_of_simulate() -> None:
 
 
 def test_clipping_has_no_bias_without_thresholds_and_more_the_lower_they_are() -> None:
-    free, loose, tight = (study.clipping_limit(u, 0.0, steps=200, quantiles=300) for u in (math.inf, 30.0, 3.0))
+    free, loose, tight = (cells.clipping_limit(u, 0.0, steps=200, quantiles=300) for u in (math.inf, 30.0, 3.0))
     assert free < 1e-10 < loose < 1 < tight
 
 
@@ -122,7 +86,7 @@ def test_where_thresholds_are_constant_a_run_ends_at_the_computed_limit() -> Non
         progress=False,
     )
     found = float(task.problem(0).squared_gradient(result.model().detach().mean(0)))
-    assert found == pytest.approx(study.clipping_limit(5.0, 1.0), rel=0.1)
+    assert found == pytest.approx(cells.clipping_limit(5.0, 1.0), rel=0.1)
 
 
 def test_the_quick_study_writes_its_files(folder: Path) -> None:
@@ -141,7 +105,7 @@ def test_the_quick_study_writes_its_files(folder: Path) -> None:
 
 
 def test_a_study_that_is_not_quick_judges(folder: Path) -> None:
-    text = study.report(study.rates(4, 40, alphas=(1.5,), out=folder, progress=False))
+    text = study.report(fits.rates(4, 40, alphas=(1.5,), out=folder, progress=False))
     assert all(f"Rate of {name}: " in text for name in study.CASES)
     assert text.count("Claim 13: ") == 3 and "| late | verdict |" in text
 
@@ -152,28 +116,40 @@ def test_the_minimum_never_rises_and_noise_is_fresh_in_every_repetition(folder: 
         if row["measure"].startswith("min"):
             assert row["values"] == sorted(row["values"], reverse=True)
     for line in (folder / "cells.jsonl").read_text(encoding="utf-8").splitlines():
-        ends = [rep[-1] for run in json.loads(line)["answer"]["values"] for rep in run]
+        ends = [rep[-1] for run in json.loads(line)["result"]["values"] for rep in run]
         assert len(ends) == 4 and len(set(ends)) == 4
 
 
 def test_what_is_finished_is_not_run_again(folder: Path, tmp_path: Path) -> None:
-    cells = (folder / "cells.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    marked = json.loads(cells[0])
-    marked["answer"]["radius"] = 1e6  # seen again only if the cell was not run anew
+    lines = (folder / "cells.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    marked = json.loads(lines[0])
+    marked["result"]["radius"] = 1e6  # seen again only if the cell did not run again
     copied = tmp_path / "cells.jsonl"
-    copied.write_text(json.dumps(marked) + "\n" + cells[1] + cells[2][:50], encoding="utf-8")  # the third was cut off
-    found = study.rates(4, 40, alphas=(1.5,), cases=tuple(study.CASES)[:3], panel=False, out=tmp_path, progress=False)
+    copied.write_text(json.dumps(marked) + "\n" + lines[1] + lines[2][:50], encoding="utf-8")  # the third was cut off
+    found = fits.rates(4, 40, alphas=(1.5,), cases=tuple(study.CASES)[:3], panel=False, out=tmp_path, progress=False)
     assert found.radius == 1e6
-    lines = copied.read_text(encoding="utf-8").splitlines()
-    assert lines[2] == cells[2][:50]
-    again, first = json.loads(lines[3]), json.loads(cells[2])
-    assert again["question"] == first["question"] and again["answer"]["values"] == first["answer"]["values"]
+    after = copied.read_text(encoding="utf-8").splitlines()
+    assert len(after) == 3
+    again, first = json.loads(after[2]), json.loads(lines[2])
+    assert again["cell"] == first["cell"] and again["result"]["values"] == first["result"]["values"]
+
+
+def test_a_record_of_an_older_version_is_read(folder: Path, tmp_path: Path) -> None:
+    """A quick study of the version before cells had one format: nothing runs again, and the values are the same."""
+    older = Path(__file__).parent / "older_records" / "rates.jsonl"
+    shutil.copy(older, tmp_path / "cells.jsonl")
+    study.run(tmp_path, StudyOptions(quick=True, progress=False))
+    assert (tmp_path / "cells.jsonl").read_bytes() == older.read_bytes()
+    ours, theirs = (read_record(path / "cells.jsonl") for path in (folder, tmp_path))
+    assert ours.keys() == theirs.keys()
+    for cell, found in ours.items():
+        assert torch.allclose(torch.tensor(found["values"]), torch.tensor(theirs[cell]["values"]), rtol=2e-6, atol=0)
 
 
 def test_other_settings_are_other_cells(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "cells.jsonl").write_bytes((folder / "cells.jsonl").read_bytes())
     before = len((tmp_path / "cells.jsonl").read_text(encoding="utf-8").splitlines())
-    study.rates(4, 20, alphas=(1.8,), cases=("bi2clip",), panel=False, out=tmp_path, progress=False)
+    fits.rates(4, 20, alphas=(1.8,), cases=("bi2clip",), panel=False, out=tmp_path, progress=False)
     assert len((tmp_path / "cells.jsonl").read_text(encoding="utf-8").splitlines()) == before + 1
 
 
@@ -187,4 +163,4 @@ def test_other_settings_are_other_cells(folder: Path, tmp_path: Path) -> None:
 )
 def test_bad_questions(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        study.rates(**wrong, progress=False)  # type: ignore[arg-type]
+        fits.rates(**wrong, progress=False)  # type: ignore[arg-type]
