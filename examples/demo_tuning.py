@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from tailopt.progress import Progress
-from tailopt.studies.convex import HEAVY, Plan, tune
+from tailopt.studies.convex_cells import HEAVY, ConvexPlan, tune
 from tailopt.sweeps.search import best
 from tailopt.sweeps.space import settings_at
 from tailopt.sweeps.stacked import Batches
@@ -29,7 +29,7 @@ ALGORITHMS = (
     "rmsprop-biclip",
     "bi2clip",
 )
-PLAN = Plan(algorithms=ALGORITHMS, horizons=(240,))
+PLAN = ConvexPlan(algorithms=ALGORITHMS, horizons=(240,))
 HERE = Path(__file__).parent
 
 

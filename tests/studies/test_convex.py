@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tailopt.algorithms import ALGORITHMS, algorithm
-from tailopt.studies import convex
+from tailopt.studies import convex, convex_cells
+from tailopt.studies.convex_cells import CellResult, ConvexCell, ConvexPlan, HorizonResult
 from tailopt.studies.study import StudyOptions
 from tailopt.sweeps.search import draw_point
 from tailopt.sweeps.space import settings_at
@@ -39,7 +42,7 @@ def test_the_study_writes_what_it_says(finished: Path) -> None:
     for text in (
         "least squares",
         "w starts at 0",
-        "made anew",
+        "new in every round",
         "half the mean squared error",
         "seeds 100, 101",
     ):
@@ -56,37 +59,61 @@ def test_least_squares_is_exact_without_noise_and_huber_better_with_a_heavy_tail
 
 
 def test_a_second_run_takes_what_is_there(finished: Path) -> None:
-    cell = next((finished / "cells").iterdir())
-    before = {path: path.stat().st_mtime_ns for path in (finished / "cells").iterdir()}
-    table = (finished / "table.md").read_text()
-    text = cell.read_text()
-    cell.unlink()
+    record, table = (finished / "cells.jsonl").read_bytes(), (finished / "table.md").read_text()
+    lines = record.splitlines(keepends=True)
+    assert len(lines) == 8 + 4
+    (finished / "cells.jsonl").write_bytes(b"".join([lines[0], *lines[2:]]))  # the second cell is gone
     convex.run(finished, StudyOptions(quick=True, progress=False))
-    after = {path: path.stat().st_mtime_ns for path in (finished / "cells").iterdir()}
-    assert {path for path in before if before[path] != after[path]} == {cell}
-    assert cell.read_text() == text and (finished / "table.md").read_text() == table
+    assert (finished / "cells.jsonl").read_bytes() == b"".join([lines[0], *lines[2:], lines[1]])
+    assert (finished / "table.md").read_text() == table
+
+
+def older_folder(finished: Path, out: Path, **more: Any) -> None:
+    """A folder as an older version left it: every cell and every check was a file of its own."""
+    (out / "cells").mkdir()
+    (out / "checks").mkdir()
+    for line in (finished / "cells.jsonl").read_text().splitlines():
+        cell, result = json.loads(line)["cell"], json.loads(line)["result"]
+        if "check" in cell:
+            path = out / "checks" / f"{cell['check']}.json"
+        else:
+            noise = {"no noise": "no-noise", convex.HEAVY: "student-t-df-1.5"}[cell["noise"]]
+            path = out / "cells" / f"{cell['features']}-{noise}-{cell['algorithm']}.json"
+        path.write_text(json.dumps({**result, **more}))
+
+
+def test_a_folder_of_an_older_version_is_read(finished: Path, tmp_path: Path) -> None:
+    older_folder(finished, tmp_path)
+    convex.run(tmp_path, StudyOptions(quick=True, progress=False))
+    assert not (tmp_path / "cells.jsonl").exists() and not (tmp_path / "trials").exists()
+    assert (tmp_path / "table.md").read_text() == (finished / "table.md").read_text()
+
+
+def test_a_cell_of_another_length_is_not_taken(finished: Path, tmp_path: Path) -> None:
+    """Older versions did not record their plan: after a quick study the full one would have taken its cells."""
+    older_folder(finished, tmp_path)
+    path = tmp_path / "cells" / "syntoken-no-noise-avg-sgd.json"
+    assert convex_cells._older_cell(convex.QUICK, path) is not None
+    assert convex_cells._older_cell(ConvexPlan(), path) is None
+    assert convex_cells._older_cell(replace(convex.QUICK, fresh=(0,)), path) is None
+    assert ConvexPlan().key() == ConvexPlan(noises=("Cauchy",)).key() != ConvexPlan(budget=3).key()
 
 
 def test_claims_are_judged_by_the_figures() -> None:
     """Figures made up so that every verdict is known."""
     sizes = {"avg-sgd": 4.0, "avg-l2clip": 1.2, "avg-adam": 1.1, "avg-biclip": 1.0}
 
-    def found(biclip: float) -> dict:
-        cells = [
-            {
-                "features": "syntoken",
-                "noise": noise,
-                "algorithm": name,
-                "horizons": {
-                    "10": {"errors": [(biclip if name == "avg-biclip" else sizes[name]) * s for s in (1, 2, 3)]}
-                },
-            }
-            for noise in convex.FIGURE_1
-            for name in convex.HEADLINE
-        ]
-        return {"plan": {"horizons": [10], "features": ["syntoken"], "noises": list(convex.FIGURE_1)}, "cells": cells}
+    def verdicts(biclip: float) -> dict[int, str]:
+        cells = {}
+        for noise in convex.FIGURE_1:
+            for name in convex.HEADLINE:
+                errors = [(biclip if name == "avg-biclip" else sizes[name]) * s for s in (1.0, 2.0, 3.0)]
+                result = CellResult("syntoken", noise, name, {"10": HorizonResult({}, errors, [])})
+                cells[ConvexCell("syntoken", noise, name)] = result
+        plan = ConvexPlan(("syntoken",), convex.FIGURE_1, convex.HEADLINE, horizons=(10,), fresh=(0, 1, 2))
+        results = convex.ConvexResults(plan, cells, {}, [])
+        return {claim.number: claim.verdict for claim in convex.evaluate_claims(results)}
 
-    verdicts = {claim.number: claim.verdict for claim in convex._claims(found(1.0))}
-    assert verdicts[2] == "holds"
-    verdicts = {claim.number: claim.verdict for claim in convex._claims(found(1.15))}
-    assert verdicts[2] == "does not hold"
+    assert verdicts(1.0) == {1: "holds", 2: "holds"}
+    assert verdicts(1.15) == {1: "holds", 2: "does not hold"}
+    assert verdicts(3.0)[1] == "does not hold"  # it helps by less than a third

@@ -201,6 +201,14 @@ def test_claim_8_needs_all_tasks_and_a_gap_beyond_the_seeds(
         assert "the average of eight tasks, and 7 of them were not run" in claims[8].figures
 
 
+def test_an_algorithm_that_broke_down_ranks_last_and_is_not_the_best() -> None:
+    averages = {**OTHERS, "avg-sgd": [70.0, 70.4, float("nan")], "bi2clip": [82.0, 82.4, 81.6]}
+    for names in (averages, dict(reversed(averages.items()))):
+        claims = {claim.number: claim for claim in glue.evaluate_claims(scored(names, glue.labels("")))}
+        assert claims[8].verdict == "holds" and claims[8].figures.endswith("avg-sgd nan")
+        assert claims[7].verdict == "cannot tell"  # nothing with SGD inside has an average
+
+
 def test_a_page_says_how_long_trials_were_and_where_they_did_not_look() -> None:
     plan = ComparisonPlan({"MRPC": TaskSpec("glue/mrpc")}, ("avg-sgd",), budget=8, seeds=(0,), tuning={"rounds": 3})
     page = "\n".join(methods_section(Comparison(plan, {}, ()), []))

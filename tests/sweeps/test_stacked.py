@@ -7,7 +7,7 @@ import torch
 
 import tailopt
 from tailopt.algorithms import ALGORITHMS
-from tailopt.studies.convex import SPACE
+from tailopt.studies.convex_cells import SPACE
 from tailopt.sweeps.search import draw_point
 from tailopt.sweeps.space import settings_at
 from tailopt.sweeps.stacked import Batches, errors

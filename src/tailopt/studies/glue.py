@@ -5,6 +5,7 @@ The paper's numbers were tuned and measured on the validation splits; ours are t
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -109,13 +110,15 @@ def labels(task: str) -> list[str]:
 def evaluate_claims(results: Comparison) -> list[Claim]:
     """Claims 3, 7 and 8, by the mean over everything that was run. One seed decides nothing: seeds differ by more."""
     names = set(results.plan.algorithms)
-    average = {name: averages(results, name)[0] for name in names}
-    ranked = sorted(names, key=lambda name: -average[name])
+    average = {name: averages(results, name)[0] for name in results.plan.algorithms}
+    # an algorithm with a run that broke down has no average: it ranks last, and is the best of nothing
+    ranked = sorted(average, key=lambda name: math.inf if math.isnan(average[name]) else -average[name])
     figures = ", ".join(f"{name} {average[name]:.2f}" for name in ranked)
     figures = f"{' '.join(results.plan.columns)}, mean of all numbers: {figures}"
     pairs = [pair for pair in CLIPPING_PAIRS if names.issuperset(pair)]
-    with_sgd = [average[name] for name in names if name.endswith("-sgd")]
-    others = [average[n] for n in names if ALGORITHMS[n][1] in ("adam", "adamw", "adagrad", "biclip")]
+    whole = [name for name in ranked if not math.isnan(average[name])]
+    with_sgd = [average[name] for name in whole if name.endswith("-sgd")]
+    others = [average[n] for n in whole if ALGORITHMS[n][1] in ("adam", "adamw", "adagrad", "biclip")]
     best_sgd, best_other = (max(numbers, default=float("nan")) for numbers in (with_sgd, others))
     one_seed = len(results.plan.seeds) == 1
     first, reason = _bi2clip_first(results, ranked)

@@ -29,6 +29,22 @@ R = TypeVar("R")
 Report = Callable[[int], None]
 
 
+def as_json(value: Any) -> Any:
+    """A value of dataclasses, mappings, tuples and lists as dicts and lists.
+
+    Examples:
+        >>> as_json({"rounds": (1, 2), "settings": {"ilr": 0.1}})
+        {'rounds': [1, 2], 'settings': {'ilr': 0.1}}
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {key: as_json(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(part) for part in value]
+    return value
+
+
 def _as_it_is(value: Any) -> Any:
     return value
 
@@ -46,7 +62,7 @@ class Grid(Generic[C, R]):
         key: a cell as JSON: everything that its result depends on.
         measure: (cell, report) -> the result, which is plain JSON or a dataclass of it; report(n) tells progress that
             n of the cell's `units` are done.
-        decode: the JSON of a result -> the result.
+        encode, decode: the result -> its JSON, and back.
         label: what progress calls a cell.
         older: cell -> the JSON of a result that an older version left in a file of its own; None where there is none.
         after: called with every cell whose result has just been recorded.
@@ -55,6 +71,7 @@ class Grid(Generic[C, R]):
     cells: Sequence[C]
     key: Callable[[C], Mapping[str, Any]]
     measure: Callable[[C, Report], R]
+    encode: Callable[[R], Any] = as_json
     decode: Callable[[Any], R] = _as_it_is
     label: Callable[[C], str] = str
     units: int = 1
@@ -79,7 +96,7 @@ def run_grid(grid: Grid[C, R], record: Path | None, bar: Progress) -> dict[C, R]
             bar.update(start + done, total, label)
 
         report(0)
-        result = as_json(grid.measure(cell, report))
+        result = grid.encode(grid.measure(cell, report))
         if record is not None:
             record.parent.mkdir(parents=True, exist_ok=True)
             history.append(record, {"cell": as_json(grid.key(cell)), "result": result})
@@ -135,29 +152,13 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(as_json(value), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def as_json(value: Any) -> Any:
-    """A value of dataclasses, mappings, tuples and lists as dicts and lists.
-
-    Examples:
-        >>> as_json({"rounds": (1, 2), "settings": {"ilr": 0.1}})
-        {'rounds': [1, 2], 'settings': {'ilr': 0.1}}
-    """
-    if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
-    if isinstance(value, Mapping):
-        return {key: as_json(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_json(part) for part in value]
-    return value
-
-
 def older_file(path: Path) -> Any:
     """The JSON of a cell that an older version wrote as a file of its own; None where there is none."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def write_results(out: Path, results: Any, page: str) -> None:
-    """Write `results.json` and `table.md`, each all at once."""
+def write_results(out: Path, results: Any, page: str, indent: int | None = 1) -> None:
+    """Write `results.json` and `table.md`, each all at once; without `indent`, the results in one line."""
     out.mkdir(parents=True, exist_ok=True)
-    disk.replace(out / "results.json", (json.dumps(as_json(results), indent=1) + "\n").encode())
+    disk.replace(out / "results.json", (json.dumps(as_json(results), indent=indent) + "\n").encode())
     disk.replace(out / "table.md", page.encode())
