@@ -93,7 +93,7 @@ def compare(plan: ComparisonPlan, out: Path, progress: bool = True) -> Compariso
         )
         for column, name in pairs
     ]
-    data = {label: getattr(spec.build("validation"), "found", "") for label, spec in plan.columns.items()}
+    data = {label: getattr(spec.build("validation"), "data_description", "") for label, spec in plan.columns.items()}
     results = Comparison(plan, data, tuple(cells))
     disk.replace(out / "results.json", (json.dumps(results.as_json(), indent=1) + "\n").encode())
     return results
