@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tailopt
-from tailopt.algorithms import ALGORITHMS, _by_letters, _resolve, by_parameter, letters
+from tailopt.algorithms import ALGORITHMS, _by_spelling, _resolve, per_parameter, spelling_key
 from tailopt.paper.settings import pairs
 from tailopt.rules.table import INNER, OUTER
 
@@ -149,10 +149,10 @@ def test_spellings(spelling: str, name: str) -> None:
 
 def test_no_two_algorithms_have_the_same_letters() -> None:
     names = {f"{outer}-{inner}" for outer in OUTER for inner in INNER}
-    assert len({letters(name) for name in names}) == len(names)
+    assert len({spelling_key(name) for name in names}) == len(names)
     for name in names:
         outer_inner = _resolve(name)
-        assert _by_letters()[letters(name)] == outer_inner, "hyphens say nothing that the letters do not"
+        assert _by_spelling()[spelling_key(name)] == outer_inner, "hyphens say nothing that the letters do not"
 
 
 @pytest.mark.parametrize("spelling", ["Avg-$L_2$Clip", "Adam-$L_2$Clip"])
@@ -168,7 +168,7 @@ def test_nesterov_adamw_is_diloco_with_state_made_anew() -> None:
     settings = some("ilr olr ieps momentum")
     pair = tailopt.algorithm("nesterov-adamw", **settings)
     assert (pair.name, pair.inner_state) == ("nesterov-adamw", "reset")
-    assert pair.numbers("inner")["weight_decay"] == 0.01
+    assert pair.hparams("inner")["weight_decay"] == 0.01
     assert tailopt.algorithm("diloco", **settings, weight_decay=0.0).inner_state == "keep"
 
 
@@ -208,8 +208,8 @@ def test_adam_over_adam_sends_its_preconditioner() -> None:
     assert tailopt.algorithm("adam-adam", **settings).send_preconditioner is True
     assert tailopt.algorithm("adam2", **settings, send_preconditioner=False).send_preconditioner is False
     raw = tailopt.algorithm("adam2", **settings, send_preconditioner="raw")
-    assert raw.numbers("inner")["bias_correction"] == "first"
-    assert tailopt.algorithm("adam2", **settings).numbers("inner")["bias_correction"] is True
+    assert raw.hparams("inner")["bias_correction"] == "first"
+    assert tailopt.algorithm("adam2", **settings).hparams("inner")["bias_correction"] is True
 
 
 # Settings that are not right
@@ -271,9 +271,9 @@ def test_options_are_taken(name: str, options: dict[str, Any]) -> None:
 
 def test_a_scope_counts_on_both_levels_and_a_dead_zone_inside() -> None:
     l2 = tailopt.algorithm("bi2clip-l2", **some(EIGHTEEN["bi2clip-l2"]), scope="tensor")
-    assert l2.numbers("inner")["scope"] == l2.numbers("outer")["scope"] == "tensor"
+    assert l2.hparams("inner")["scope"] == l2.hparams("outer")["scope"] == "tensor"
     plain = tailopt.algorithm("bi2clip", **some(EIGHTEEN["bi2clip"]), dead_zone=0.01)
-    assert (plain.numbers("inner")["dead_zone"], plain.numbers("outer")["dead_zone"]) == (0.01, 0.0)
+    assert (plain.hparams("inner")["dead_zone"], plain.hparams("outer")["dead_zone"]) == (0.01, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -328,13 +328,13 @@ def test_values_at_the_edge(edge: dict[str, Any]) -> None:
 
 def test_by_parameter() -> None:
     names = ["encoder.0.weight", "encoder.0.bias", "head.weight"]
-    assert by_parameter(0.5, names, "i_u") == 0.5
-    assert by_parameter({"*": 0.5}, names, "i_u") == [0.5, 0.5, 0.5]
-    assert by_parameter({"*.bias": 1.0, "head.*": 2.0, "*": 0.5}, names, "i_u") == [0.5, 1.0, 2.0]
-    assert by_parameter({"*": 0.5, "head.*": 2.0}, names, "i_u") == [0.5, 0.5, 0.5], "the first that fits"
-    assert by_parameter({"encoder.[01].*": 1.0, "HEAD.*": 3.0, "head.?eight": 2.0}, names, "i_u") == [1.0, 1.0, 2.0]
+    assert per_parameter(0.5, names, "i_u") == 0.5
+    assert per_parameter({"*": 0.5}, names, "i_u") == [0.5, 0.5, 0.5]
+    assert per_parameter({"*.bias": 1.0, "head.*": 2.0, "*": 0.5}, names, "i_u") == [0.5, 1.0, 2.0]
+    assert per_parameter({"*": 0.5, "head.*": 2.0}, names, "i_u") == [0.5, 0.5, 0.5], "the first that fits"
+    assert per_parameter({"encoder.[01].*": 1.0, "HEAD.*": 3.0, "head.?eight": 2.0}, names, "i_u") == [1.0, 1.0, 2.0]
     with pytest.raises(ValueError, match=r"Invalid o_d: no pattern of \['a', 'b'\] fits the parameter 'head.weight'"):
-        by_parameter({"b": 1.0, "a": 1.0}, ["head.weight"], "o_d")
+        per_parameter({"b": 1.0, "a": 1.0}, ["head.weight"], "o_d")
 
 
 # Classes, and the settings property
@@ -348,8 +348,8 @@ def test_two_classes() -> None:
         inner_settings={"lr": 0.1, "momentum": 0.9},
     )
     assert algo.name == "RMSprop-SGD"
-    assert algo.numbers("outer") == {"lr": 1e-3, "alpha": 0.9}
-    assert algo.numbers("inner") == {"lr": 0.1, "momentum": 0.9}
+    assert algo.hparams("outer") == {"lr": 1e-3, "alpha": 0.9}
+    assert algo.hparams("inner") == {"lr": 0.1, "momentum": 0.9}
     assert algo.settings == {"olr": 1e-3, "alpha": 0.9, "ilr": 0.1, "momentum": 0.9}
 
 
@@ -362,7 +362,7 @@ def test_a_class_and_a_name() -> None:
 
 
 def test_a_class_may_have_its_defaults() -> None:
-    assert tailopt.Algorithm("avg", torch.optim.Adam).numbers("inner") == {}
+    assert tailopt.Algorithm("avg", torch.optim.Adam).hparams("inner") == {}
 
 
 @pytest.mark.parametrize(
@@ -420,15 +420,15 @@ def test_an_algorithm_from_its_own_settings_is_the_same() -> None:
         algo = tailopt.algorithm(name, **some(needs))
         again = tailopt.algorithm(name, **algo.settings)
         assert again.settings == algo.settings
-        assert all(again.numbers(level) == algo.numbers(level) for level in ("outer", "inner"))
+        assert all(again.hparams(level) == algo.hparams(level) for level in ("outer", "inner"))
 
 
 def test_defaults() -> None:
     """Outside as in the pseudocode of adaptive federated optimizers, inside as in torch."""
     algo = tailopt.algorithm("adam2", **some(EIGHTEEN["adam2"]))
-    assert algo.numbers("outer") == {"lr": 0.5, "eps": 1e-3, "betas": (0.9, 0.99), "bias_correction": False}
-    assert algo.numbers("inner") == {"lr": 0.1, "eps": 1e-8, "betas": (0.9, 0.999), "bias_correction": True}
-    assert tailopt.algorithm("rmsprop-sgd", **some("ilr olr oeps")).numbers("outer")["betas"] == (0.9, 0.99)
+    assert algo.hparams("outer") == {"lr": 0.5, "eps": 1e-3, "betas": (0.9, 0.99), "bias_correction": False}
+    assert algo.hparams("inner") == {"lr": 0.1, "eps": 1e-8, "betas": (0.9, 0.999), "bias_correction": True}
+    assert tailopt.algorithm("rmsprop-sgd", **some("ilr olr oeps")).hparams("outer")["betas"] == (0.9, 0.99)
     assert tailopt.algorithm("avg-sgd", ilr=0.1).inner_state == "reset"
 
 

@@ -1,11 +1,14 @@
-"""An algorithm is two rules with settings: what a node does, and what is done with the mean displacement.
+"""An algorithm is a pair of update rules with settings: one for the local steps, one for the mean displacement.
 
     tailopt.algorithm("adam-biclip", ilr=0.5, olr=1e-3, oeps=1e-5, i_u=1e-2, i_d=1e-3)
 
-Names are outer-inner. Every pair of an outer and an inner rule is an algorithm; the table below lists those of the
-paper, with what differs from a plain pair. Settings have the paper's column names: `ilr`, `i_u`, `i_d`, `ieps` inside,
-`olr`, `o_u`, `o_d`, `oeps` outside. i_u, i_d, o_u and o_d may be numbers, tensors that broadcast against a parameter
-(rows, columns), or mappings from patterns of parameter names to either.
+Names are outer-inner. Every pair of an outer and an inner rule is an algorithm; the table below lists the paper's.
+Settings have the paper's column names: `ilr`, `i_u`, `i_d`, `ieps` for the inner rule, `olr`, `o_u`, `o_d`, `oeps` for
+the outer one. i_u, i_d, o_u and o_d may be numbers, tensors that broadcast against a parameter (rows, columns), or
+mappings from patterns of parameter names to either.
+
+A side is "outer" or "inner". A key is a rule's own name for a hyperparameter (`lr`, `u`); its public name tells the
+sides apart (`ilr`, `o_u`).
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from tailopt.rules.torch_optim import torch_rule
 
 InnerState = Literal["reset", "keep"]
 
-# name -> outer, inner; what is not in this table is a plain pair of names
+# name -> outer rule, inner rule; any other name is the names of two rules
 ALGORITHMS: Mapping[str, tuple[str, str]] = {
     "avg-sgd": ("avg", "sgd"),
     "avg-l2clip": ("avg", "l2clip"),
@@ -51,37 +54,37 @@ ALGORITHMS: Mapping[str, tuple[str, str]] = {
     "bi2clip-l2": ("biclip-l2", "biclip-l2"),
     "diloco": ("nesterov", "adamw"),
 }
-# What an algorithm has beyond its two rules.
+# Further arguments of `Algorithm`, for algorithms that are more than their two rules.
 EXTRAS: Mapping[str, Mapping[str, Any]] = {
     "adam2": {"send_preconditioner": True},
     "diloco": {"inner_state": "keep"},
 }
-# Settings that are options of a rule elsewhere and must be given here.
+# Settings that are optional for the rule, but required in this algorithm.
 REQUIRED: Mapping[str, tuple[str, ...]] = {"diloco": ("weight_decay",)}
 
-# A rule's own word -> the word of the public interface, by level. What is not here keeps its word.
-PUBLIC = {
+# By side: key of a rule -> public name. Other keys are public names themselves.
+PUBLIC_NAMES = {
     "inner": {"lr": "ilr", "u": "i_u", "d": "i_d", "eps": "ieps", "betas": "inner_betas"},
     "outer": {"lr": "olr", "u": "o_u", "d": "o_d", "eps": "oeps", "betas": "outer_betas"},
 }
-# Nobody's to set: inside, Adam is torch's own.
-FIXED = {"inner": {"bias_correction"}, "outer": set[str]()}
+# By side: options of a rule that users cannot set. The inner Adam is torch's, which always corrects its bias.
+FIXED_KEYS = {"inner": {"bias_correction"}, "outer": set[str]()}
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Two optimizers, one inside a node and one for the mean displacement.
+    """Two optimizers: one for the local steps of a node, one for the mean displacement.
 
     Args:
         outer: a name (avg, sgd, nesterov, biclip, biclip-l2, adagrad, rmsprop, adam) or a class of torch.optim.
         inner: a name (sgd, l2clip, biclip, biclip-l2, adagrad, adam, adamw, sign, biclip+adam,
             biclip+adamw) or a class.
-        outer_settings: by the names of `algorithm`; of a class, its own keyword arguments.
-        inner_settings: likewise.
-        inner_state: "reset" makes the inner optimizer anew in every round, "keep" lets every node keep its own.
-        send_preconditioner: of adam over adam: the outer second moment starts the nodes' (True), without being
-            corrected ("raw"), or not at all (False).
-        name: how it is called in tables; outer-inner by default.
+        outer_settings: by the names of `algorithm`; for a class, its keyword arguments.
+        inner_settings: the same for the inner optimizer.
+        inner_state: "reset" creates a new inner optimizer in every round, "keep" lets every node keep its own.
+        send_preconditioner: for adam over adam: the nodes start from the outer second moment (True), from it without
+            its bias correction ("raw"), or from zero (False).
+        name: for tables; outer-inner by default.
 
     Examples:
         >>> import torch
@@ -108,56 +111,56 @@ class Algorithm:
         if self.send_preconditioner and self.inner_state == "keep":
             raise ValueError('Invalid inner_state: "keep" and a sent preconditioner exclude each other.')
         if not self.name:
-            object.__setattr__(self, "name", f"{_called(self.outer)}-{_called(self.inner)}")
-        check_half(self.outer, self.outer_settings, "outer", f"{self.name} (outer settings)")
-        check_half(self.inner, self.inner_settings, "inner", f"{self.name} (inner settings)")
+            object.__setattr__(self, "name", f"{_optimizer_name(self.outer)}-{_optimizer_name(self.inner)}")
+        check_side(self.outer, self.outer_settings, "outer", f"{self.name} (outer settings)")
+        check_side(self.inner, self.inner_settings, "inner", f"{self.name} (inner settings)")
 
-    def rule(self, level: str) -> Rule:
-        """The update rule of "outer" or "inner"."""
-        return rule_of(self.outer if level == "outer" else self.inner, level)
+    def rule(self, side: str) -> Rule:
+        """Return the update rule of a side."""
+        return rule_of(self.outer if side == "outer" else self.inner, side)
 
-    def numbers(self, level: str) -> dict[str, Any]:
-        """The rule's numbers by its own words, defaults filled in."""
-        if level == "outer":
-            return numbers_of(self.outer, self.outer_settings, level)
-        filled = numbers_of(self.inner, self.inner_settings, level)
+    def hparams(self, side: str) -> dict[str, Any]:
+        """Return the hyperparameters of a side by the rule's own keys, defaults filled in, before any schedule."""
+        if side == "outer":
+            return hparams_of(self.outer, self.outer_settings, side)
+        hparams = hparams_of(self.inner, self.inner_settings, side)
         if self.send_preconditioner == "raw":
-            filled["bias_correction"] = "first"
-        return filled
+            hparams["bias_correction"] = "first"
+        return hparams
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All numbers by their public names, schedulable ones under `ilr`, `i_u`, ... whatever the optimizers are.
+        """All settings by their public names; `ilr`, `i_u`, ... also if the optimizers are classes.
 
-        An argument that two classes share, with another value for each, has its level before its name.
+        An argument that both classes have, with different values, gets its side as a prefix.
         """
-        found: dict[str, Any] = {}
-        levels = {
+        by_public_name: dict[str, Any] = {}
+        sides = {
             "outer": (self.outer_settings, self.inner_settings),
             "inner": (self.inner_settings, self.outer_settings),
         }
-        for level, (given, other) in levels.items():
-            for word, value in self.numbers(level).items():
-                if word in PUBLIC[level]:
-                    found[PUBLIC[level][word]] = value
-                elif word in given:
-                    shared = word in other and other[word] != value
-                    found[f"{level}_{word}" if shared else word] = value
-        return found
+        for side, (settings, other_settings) in sides.items():
+            for key, value in self.hparams(side).items():
+                if key in PUBLIC_NAMES[side]:
+                    by_public_name[PUBLIC_NAMES[side][key]] = value
+                elif key in settings:
+                    ambiguous = key in other_settings and other_settings[key] != value
+                    by_public_name[f"{side}_{key}" if ambiguous else key] = value
+        return by_public_name
 
 
 def algorithm(name: str, **settings: Any) -> Algorithm:
-    """An algorithm by name, with all its settings.
+    """Return an algorithm by its name, with all its settings.
 
     Args:
         name: outer-inner, or one of bi2clip, bi2clip-l2, adam2, diloco; the paper's spelling is understood too, in any
             case and with or without hyphens: `RMS-TailClip` is rmsprop-biclip. `SludgeClip`, the paper's Avg-L2Clip
-            with failing nodes, is avg-l2clip; who fails is said to `simulate` (participation, drops).
-        settings: the settings of both optimizers, and where they apply the keywords weight_decay, dead_zone, scope,
+            with failing nodes, is avg-l2clip; which nodes fail is an argument of `simulate` (participation, drops).
+        settings: the settings of both optimizers, and if they apply the keywords weight_decay, dead_zone, scope,
             momentum, inner_betas, outer_betas, bias_correction, inner_state and send_preconditioner.
 
     Raises:
-        ValueError: for an unknown name, and for a setting that is unknown, missing or superfluous; it lists the right
+        ValueError: the name is unknown, or a setting is unknown, missing or superfluous; the message lists the valid
             ones.
 
     Examples:
@@ -165,56 +168,59 @@ def algorithm(name: str, **settings: Any) -> Algorithm:
         >>> algo.outer, algo.inner, algo.inner_settings["i_u"]
         ('biclip', 'biclip', 0.0001)
     """
-    known, (outer, inner) = _resolve(name)
-    extras = dict(EXTRAS.get(known, {}))
+    canonical, (outer, inner) = _resolve(name)
+    extras = dict(EXTRAS.get(canonical, {}))
     extras |= {key: settings.pop(key) for key in ("inner_state", "send_preconditioner") if key in settings}
-    levels = {"outer": OUTER[outer], "inner": INNER[inner]}
-    required: set[str] = set(REQUIRED.get(known, ()))
+    sides = {"outer": OUTER[outer], "inner": INNER[inner]}
+    required: set[str] = set(REQUIRED.get(canonical, ()))
     optional: set[str] = set()
-    parts: dict[str, dict[str, Any]] = {}
-    for level, rule in levels.items():
-        need, may = _names(rule, level)
-        if level == "outer" and "dead_zone" in INNER[inner].options:
-            may -= {"dead_zone"}  # a coordinate that no node moved has no displacement to lift; the scope is for both
+    by_side: dict[str, dict[str, Any]] = {}
+    for side, rule in sides.items():
+        need, may = _public_names(rule, side)
+        if side == "outer" and "dead_zone" in INNER[inner].options:
+            # A coordinate that no node moved has no displacement to lift, so dead_zone is for the inner rule alone;
+            # `scope` is for both.
+            may -= {"dead_zone"}
         required |= need
         optional |= may
-        parts[level] = {key: value for key, value in settings.items() if key in need | may}
-    _check_names(known, settings, required, optional - required | {"inner_state", "send_preconditioner"})
-    return Algorithm(outer, inner, parts["outer"], parts["inner"], name=known, **extras)
+        by_side[side] = {key: value for key, value in settings.items() if key in need | may}
+    _check_names(canonical, settings, required, optional - required | {"inner_state", "send_preconditioner"})
+    return Algorithm(outer, inner, by_side["outer"], by_side["inner"], name=canonical, **extras)
 
 
-def rule_of(optimizer: str | type[Optimizer], level: str) -> Rule:
-    """Return the update rule of a name or a class of torch.optim, as "outer" or "inner"."""
-    table = OUTER if level == "outer" else INNER
+def rule_of(optimizer: str | type[Optimizer], side: str) -> Rule:
+    """Return the update rule of a name, or of a class of torch.optim, on the side "outer" or "inner"."""
+    table = OUTER if side == "outer" else INNER
     if not isinstance(optimizer, str):
         return torch_rule(optimizer)
     if optimizer not in table:
-        raise ValueError(f"Unknown {level} optimizer: {optimizer!r}; need one of {', '.join(table)}, or a class.")
+        raise ValueError(f"Unknown {side} optimizer: {optimizer!r}; need one of {', '.join(table)}, or a class.")
     return table[optimizer]
 
 
-def numbers_of(optimizer: str | type[Optimizer], settings: Mapping[str, Any], level: str) -> dict[str, Any]:
-    """Return the hyperparameters of a rule by its own names, from settings by public names; defaults are filled in."""
-    rule = rule_of(optimizer, level)
-    public = PUBLIC[level] if isinstance(optimizer, str) else {}
-    filled = dict(rule.options) if public else {}
-    names = {word: public.get(word, word) for word in _words(rule)}
-    return {**filled, **{word: settings[name] for word, name in names.items() if name in settings}}
+def hparams_of(optimizer: str | type[Optimizer], settings: Mapping[str, Any], side: str) -> dict[str, Any]:
+    """Return a rule's hyperparameters by its own keys, from settings by their public names; defaults are filled in."""
+    rule = rule_of(optimizer, side)
+    # A class of torch has its own keyword arguments, and fills in its own defaults.
+    public = PUBLIC_NAMES[side] if isinstance(optimizer, str) else {}
+    defaults = dict(rule.options) if public else {}
+    names = {key: public.get(key, key) for key in _keys(rule)}
+    return {**defaults, **{key: settings[name] for key, name in names.items() if name in settings}}
 
 
-def check_half(optimizer: str | type[Optimizer], settings: Mapping[str, Any], level: str, what: str) -> None:
-    """Refuse settings of one of the two optimizers that are unknown, missing or out of range."""
-    _check_names(what, settings, *_names(rule_of(optimizer, level), level))
-    _check_values(numbers_of(optimizer, settings, level), level)
+def check_side(optimizer: str | type[Optimizer], settings: Mapping[str, Any], side: str, what: str) -> None:
+    """Refuse settings of one side that are unknown, missing or out of range; `what` names it in the message."""
+    _check_names(what, settings, *_public_names(rule_of(optimizer, side), side))
+    _check_values(hparams_of(optimizer, settings, side), side)
 
 
-def by_parameter(value: Any, names: Sequence[str], setting: str) -> Any:
-    """A setting for each parameter: what a mapping from patterns gives, else the setting itself.
+def per_parameter(value: Any, names: Sequence[str], setting: str) -> Any:
+    """Return the setting of every parameter if it is a mapping from patterns, else the setting itself.
 
     The first pattern that fits a name counts; "*" fits all.
 
     Examples:
-        >>> by_parameter({"*.bias": 1.0, "*": 0.5}, ["layer.weight", "layer.bias"], "i_u")
+        >>> per_parameter({"*.bias": 1.0, "*": 0.5}, ["layer.weight", "layer.bias"], "i_u")
         [0.5, 1.0]
     """
     if not isinstance(value, Mapping):
@@ -231,18 +237,18 @@ def by_parameter(value: Any, names: Sequence[str], setting: str) -> Any:
     return result
 
 
-def _called(optimizer: str | type[Optimizer]) -> str:
+def _optimizer_name(optimizer: str | type[Optimizer]) -> str:
     return optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", repr(optimizer))
 
 
-def letters(name: str) -> str:
-    """A name as letters and digits alone, in the library's words: what the paper's spellings have in common.
+def spelling_key(name: str) -> str:
+    """Return a key that is equal for all spellings of an algorithm: its letters and digits, in this library's terms.
 
-    TailClip is its word for BiClip or L2Clip, and here means BiClip, whose d may be 0; RMS is RMSProp; a clip of SGD is
+    The paper's TailClip is BiClip or L2Clip, and here means BiClip, whose d may be 0; RMS is RMSProp; a clip of SGD is
     that clip.
 
     Examples:
-        >>> letters("RMS-$TailClip$"), letters("Bi^2Clip (L_2)"), letters("SludgeClip-SGD")
+        >>> spelling_key("RMS-$TailClip$"), spelling_key("Bi^2Clip (L_2)"), spelling_key("SludgeClip-SGD")
         ('rmspropbiclip', 'bi2clipl2', 'sludgeclip')
     """
     plain = "".join(c for c in name.lower().replace("²", "2") if c.isalnum() and c.isascii())
@@ -252,7 +258,7 @@ def letters(name: str) -> str:
 
 
 def _resolve(name: str) -> tuple[str, tuple[str, str]]:
-    """The library's spelling of a name, with its two rules."""
+    """Return the library's spelling of a name, and its two rules."""
     if not isinstance(name, str):
         raise TypeError(f"Invalid algorithm: {name!r}; need a name, such as 'adam-biclip'.")
     plain = name.strip().lower().replace("l_2", "l2")  # $L_2$Clip
@@ -265,11 +271,12 @@ def _resolve(name: str) -> tuple[str, tuple[str, str]]:
     for outer in OUTER:
         inner = plain.removeprefix(f"{outer}-")
         if inner != plain and inner in INNER:
-            twin = [known for known, pair in ALGORITHMS.items() if pair == (outer, inner) and known not in EXTRAS]
-            return (twin[0] if twin else plain), (outer, inner)
-    found = _by_letters().get(letters(name))
-    if found is not None:
-        return found
+            # biclip-biclip is bi2clip; nesterov-adamw is not diloco, which also keeps its inner state
+            same = [other for other, pair in ALGORITHMS.items() if pair == (outer, inner) and other not in EXTRAS]
+            return (same[0] if same else plain), (outer, inner)
+    algorithm = _by_spelling().get(spelling_key(name))
+    if algorithm is not None:
+        return algorithm
     near = difflib.get_close_matches(plain, [*ALGORITHMS, *(f"{o}-{i}" for o in OUTER for i in INNER)], n=1)
     raise ValueError(
         f"Unknown algorithm: {name!r}{f'; did you mean {near[0]!r}?' if near else '.'} "
@@ -278,75 +285,79 @@ def _resolve(name: str) -> tuple[str, tuple[str, str]]:
 
 
 @functools.cache
-def _by_letters() -> dict[str, tuple[str, tuple[str, str]]]:
-    """Every algorithm by the letters of its name; a name of the table before a plain pair."""
-    pairs = {letters(f"{outer}-{inner}"): _resolve(f"{outer}-{inner}") for outer in OUTER for inner in INNER}
-    named = {letters(name): (name, pair) for name, pair in ALGORITHMS.items()}
-    # Avg-L2Clip with failing nodes; who fails is for `simulate` to say (participation, drops).
+def _by_spelling() -> dict[str, tuple[str, tuple[str, str]]]:
+    """Return every algorithm by its spelling key; a name of the table wins over a pair of rules."""
+    pairs = {spelling_key(f"{outer}-{inner}"): _resolve(f"{outer}-{inner}") for outer in OUTER for inner in INNER}
+    named = {spelling_key(name): (name, pair) for name, pair in ALGORITHMS.items()}
+    # Avg-L2Clip with failing nodes; which nodes fail is an argument of `simulate` (participation, drops).
     return {**pairs, **named, "sludgeclip": ("avg-l2clip", ALGORITHMS["avg-l2clip"])}
 
 
-def _words(rule: Rule) -> tuple[str, ...]:
+def _keys(rule: Rule) -> tuple[str, ...]:
     return (*rule.settings, *rule.options)
 
 
-def _names(rule: Rule, level: str) -> tuple[set[str], set[str]]:
-    """The public names that a rule needs, and those that it may be given."""
-    public = PUBLIC[level] if rule in (OUTER if level == "outer" else INNER).values() else {}
-    fixed = FIXED[level] if public else set()
-    options = {public.get(word, word) for word in rule.options if word not in fixed}
-    return {public.get(word, word) for word in rule.settings}, options
+def _public_names(rule: Rule, side: str) -> tuple[set[str], set[str]]:
+    """Return the public names of a rule's required and of its optional settings."""
+    public = PUBLIC_NAMES[side] if rule in (OUTER if side == "outer" else INNER).values() else {}
+    fixed = FIXED_KEYS[side] if public else set()
+    options = {public.get(key, key) for key in rule.options if key not in fixed}
+    return {public.get(key, key) for key in rule.settings}, options
 
 
-def _check_names(what: str, given: Mapping[str, Any], required: set[str], optional: set[str]) -> None:
-    unknown = [key for key in given if key not in required | optional]
-    missing = sorted(required - given.keys())
+def _check_names(owner: str, settings: Mapping[str, Any], required: set[str], optional: set[str]) -> None:
+    """Raise ValueError unless the settings are all of the required and some of the optional ones."""
+    unknown = [key for key in settings if key not in required | optional]
+    missing = sorted(required - settings.keys())
     if unknown or missing:
         problems = [f"unknown {', '.join(map(repr, unknown))}"] if unknown else []
         problems += [f"missing {', '.join(map(repr, missing))}"] if missing else []
         allowed = f" It may have {', '.join(sorted(optional))}." if optional else ""
         need = f"needs {', '.join(sorted(required))}." if required else "needs no setting."
-        raise ValueError(f"Invalid settings for {what}: {'; '.join(problems)}. It {need}{allowed}")
+        raise ValueError(f"Invalid settings for {owner}: {'; '.join(problems)}. It {need}{allowed}")
 
 
-def _check_values(numbers: Mapping[str, Any], level: str) -> None:
-    """Every number in its range, before anything moves."""
-    public = PUBLIC[level]
-    for word, value in numbers.items():
-        name = public.get(word, word)
-        if word in ("lr", "eps", "weight_decay") and not isinstance(value, Tensor | Mapping):
+def _check_values(hparams: Mapping[str, Any], side: str) -> None:
+    """Raise ValueError if a hyperparameter is outside its range."""
+    public = PUBLIC_NAMES[side]
+    for key, value in hparams.items():
+        name = public.get(key, key)
+        if key in ("lr", "eps", "weight_decay") and not isinstance(value, Tensor | Mapping):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ValueError(f"Invalid {name}: {value!r}; need 0 <= {name} < inf.")
-        elif word == "momentum" and not _is_share(value):
+        elif key == "momentum" and not _is_fraction(value):
             raise ValueError(f"Invalid {name}: {value!r}; need 0 <= {name} < 1.")
-        elif word == "betas" and not (
-            isinstance(value, Sequence) and len(value) == 2 and all(_is_share(beta) for beta in value)
+        elif key == "betas" and not (
+            isinstance(value, Sequence) and len(value) == 2 and all(_is_fraction(beta) for beta in value)
         ):
             raise ValueError(f"Invalid {name}: {value!r}; need two numbers in [0, 1).")
-        elif word == "scope" and value not in SCOPES:
+        elif key == "scope" and value not in SCOPES:
             raise ValueError(f"Invalid scope: {value!r}; need one of {', '.join(SCOPES)}.")
-    if "u" in numbers:
-        zone = numbers.get("dead_zone", 0.0)
+    if "u" in hparams:
+        zone = hparams.get("dead_zone", 0.0)
         zone = 0.0 if isinstance(zone, str) and zone == "auto" else zone
-        check_settings(numbers["u"], numbers.get("d", 0.0), zone, level)
+        check_threshold_settings(hparams["u"], hparams.get("d", 0.0), zone, side)
 
 
-def _is_share(value: Any) -> bool:
-    """Whether this is a number in [0, 1), a tensor with one element included."""
+def _is_fraction(value: Any) -> bool:
+    """Whether a value is a number in [0, 1), or a tensor with one such element."""
     return not isinstance(value, bool | str) and hasattr(value, "__float__") and 0 <= float(value) < 1
 
 
-def check_settings(u: Any, d: Any, dead_zone: Any, level: str) -> None:
-    """0 <= d <= u for numbers and tensors, and pattern by pattern where both are mappings with the same patterns."""
+def check_threshold_settings(u: Any, d: Any, dead_zone: Any, side: str) -> None:
+    """Raise ValueError unless 0 <= d <= u, for numbers, tensors, and mappings from patterns.
+
+    If both are mappings, thresholds of equal patterns are compared; otherwise each with each.
+    """
     if isinstance(u, Mapping) and isinstance(d, Mapping):
         for pattern in u.keys() & d.keys():
-            check_settings(u[pattern], d[pattern], dead_zone, level)
+            check_threshold_settings(u[pattern], d[pattern], dead_zone, side)
         return
     for upper in u.values() if isinstance(u, Mapping) else [u]:
         for lower in d.values() if isinstance(d, Mapping) else [d]:
             try:
                 check_thresholds(upper, lower, dead_zone)
             except ValueError as error:
-                prefix = level[0]
+                prefix = side[0]
                 message = re.sub(r"\b([ud])(?=[= ,.])", rf"{prefix}_\1", str(error))
                 raise ValueError(message) from None

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from tailopt.algorithms import letters
+from tailopt.algorithms import spelling_key
 from tailopt.convex_bound import convex_bound
 from tailopt.schedules import Per, Power, Schedule, power
 
@@ -464,9 +464,9 @@ THEOREMS = _theorems()
 
 def _name(algorithm: str) -> str:
     """Our spelling: `Bi^2Clip`, `RMS-TailClip` and `Avg-BiClip (L2)` too."""
-    plain = letters(algorithm)
+    plain = spelling_key(algorithm)
     for name in THEOREMS:
-        if plain == letters(name):
+        if plain == spelling_key(name):
             return name
     raise ValueError(f"Invalid algorithm: {algorithm!r} has no theorem. Those with one: {', '.join(THEOREMS)}.")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tailopt.algorithms import ALGORITHMS, FIXED, PUBLIC, REQUIRED
+from tailopt.algorithms import ALGORITHMS, FIXED_KEYS, PUBLIC_NAMES, REQUIRED
 from tailopt.cli.compare import find_runs, primary_metric, print_unreadable, read_curve, read_each
 from tailopt.cli.overrides import Overrides
 from tailopt.cli.setting_names import task_settings
@@ -93,8 +93,8 @@ def settings(name: str) -> tuple[list[str], list[str]]:
     need: list[str] = []
     may: list[str] = []
     for level, rule in (("inner", INNER[inner]), ("outer", OUTER[outer])):
-        need += [PUBLIC[level].get(key, key) for key in rule.settings]
-        may += [PUBLIC[level].get(key, key) for key in rule.options if key not in FIXED[level]]
+        need += [PUBLIC_NAMES[level].get(key, key) for key in rule.settings]
+        may += [PUBLIC_NAMES[level].get(key, key) for key in rule.options if key not in FIXED_KEYS[level]]
     need += REQUIRED.get(name, ())
     return need, sorted({*may} - {*need} | ({"send_preconditioner"} if name == "adam2" else set()))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tailopt.algorithms import ALGORITHMS, FIXED, PUBLIC, REQUIRED
+from tailopt.algorithms import ALGORITHMS, FIXED_KEYS, PUBLIC_NAMES, REQUIRED
 from tailopt.cli.run_settings import RunSettings
 from tailopt.cli.setting_values import dtype_as_name
 from tailopt.rules.table import INNER, OUTER
@@ -57,7 +57,7 @@ def task_settings(name: str) -> dict[str, Any]:
 def algorithm_keys() -> set[str]:
     """The settings of all algorithms."""
     names = {
-        PUBLIC[level].get(key, key)
+        PUBLIC_NAMES[level].get(key, key)
         for level, table in (("outer", OUTER), ("inner", INNER))
         for rule in table.values()
         for key in (*rule.settings, *rule.options)
@@ -79,9 +79,12 @@ def algorithm_settings(name: Any) -> set[str]:
     levels = zip(("outer", "inner"), pairs[lowered], (OUTER, INNER), strict=True)
     extra = {"inner_state", *REQUIRED.get(lowered, ()), *(["send_preconditioner"] if lowered == "adam2" else [])}
     return extra | {
-        PUBLIC[level].get(key, key)
+        PUBLIC_NAMES[level].get(key, key)
         for level, rule, table in levels
-        for key in (*table[rule].settings, *(option for option in table[rule].options if option not in FIXED[level]))
+        for key in (
+            *table[rule].settings,
+            *(option for option in table[rule].options if option not in FIXED_KEYS[level]),
+        )
     }
 
 

@@ -289,7 +289,7 @@ def algorithm_config(algorithm: Algorithm) -> dict[str, Any]:
         "algorithm": algorithm.name,
         "settings": {key: storable(value) for key, value in algorithm.settings.items()},
         # two classes of torch.optim may both have a momentum
-        "numbers": None if named else {level: storable(algorithm.numbers(level)) for level in ("outer", "inner")},
+        "numbers": None if named else {side: storable(algorithm.hparams(side)) for side in ("outer", "inner")},
         "send_preconditioner": algorithm.send_preconditioner,
     }
 

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from tailopt import schedules as scheduling
 from tailopt.algorithms import (
-    PUBLIC,
+    PUBLIC_NAMES,
     Algorithm,
-    by_parameter,
-    check_half,
-    check_settings,
-    numbers_of,
+    check_side,
+    check_threshold_settings,
+    hparams_of,
+    per_parameter,
     rule_of,
 )
 from tailopt.rounds.guard import Bound, bound
@@ -34,7 +34,7 @@ class RuleHyperparameters:
     """The hyperparameters of one rule, in any round and local step.
 
     Args:
-        level: "outer" or "inner".
+        side: "outer" or "inner".
         rule: the update rule.
         base: its hyperparameters without schedules, by the rule's own names.
         schedules: by the rule's own names.
@@ -42,17 +42,17 @@ class RuleHyperparameters:
     """
 
     def __init__(
-        self, level: str, rule: Rule, base: Mapping[str, Any], schedules: Mapping[str, Any], names: Sequence[str]
+        self, side: str, rule: Rule, base: Mapping[str, Any], schedules: Mapping[str, Any], names: Sequence[str]
     ) -> None:
-        self.level, self.rule, self.base, self.schedules = level, rule, dict(base), dict(schedules)
+        self.side, self.rule, self.base, self.schedules = side, rule, dict(base), dict(schedules)
         self.by_step = any(scheduling.per(schedule) == "step" for schedule in self.schedules.values())
         self._names = list(names)
         self._cache: dict[Any, Any] = {}
         for key, schedule in self.schedules.items():
-            if level == "outer" and scheduling.per(schedule) == "step":
+            if side == "outer" and scheduling.per(schedule) == "step":
+                name = PUBLIC_NAMES[side][key]
                 raise ValueError(
-                    f'Invalid schedule of {PUBLIC[level][key]}: per="step" counts local steps, which an outer rule '
-                    "has not."
+                    f'Invalid schedule of {name}: per="step" counts local steps, which an outer rule has not.'
                 )
 
     def at(self, t: int, steps_done: int = 0) -> Hyperparameters:
@@ -73,7 +73,7 @@ class RuleHyperparameters:
         """
         sampled: dict[str, dict[str, Any]] = {}
         for key, schedule in sorted(self.schedules.items()):
-            name, per = PUBLIC[self.level][key], scheduling.per(schedule)
+            name, per = PUBLIC_NAMES[self.side][key], scheduling.per(schedule)
             last = None if rounds is None else rounds if per == "round" else rounds * steps
             limit = last or TORCH_LIMIT
             if isinstance(schedule, scheduling.FromTorch):
@@ -96,10 +96,10 @@ class RuleHyperparameters:
     def _evaluated(self, t: int, step: int) -> Hyperparameters:
         values: dict[str, Any] = {}
         for key, base in self.base.items():
-            schedule, name = self.schedules.get(key), PUBLIC[self.level].get(key, key)
+            schedule, name = self.schedules.get(key), PUBLIC_NAMES[self.side].get(key, key)
             if schedule is not None:
                 base = scheduling.value(schedule, base, step if scheduling.per(schedule) == "step" else t, name)
-            values[key] = by_parameter(base, self._names, name)
+            values[key] = per_parameter(base, self._names, name)
         if "u" in values and self.schedules:
             self._check_order(values, t)
         return values
@@ -110,7 +110,7 @@ class RuleHyperparameters:
         try:
             for i in range(max(len(uppers), len(lowers))):
                 u, d = uppers[i if len(uppers) > 1 else 0], lowers[i if len(lowers) > 1 else 0]
-                check_settings(u, d, 0.0 if zone == "auto" else zone, self.level)
+                check_threshold_settings(u, d, 0.0 if zone == "auto" else zone, self.side)
         except ValueError as error:
             raise ValueError(f"{error} This is what the schedules give in round {t}.") from None
 
@@ -124,15 +124,17 @@ class AlgorithmHyperparameters:
     """
 
     def __init__(self, algorithm: Algorithm, schedules: Any, names: Sequence[str]) -> None:
-        base = {level: algorithm.numbers(level) for level in ("outer", "inner")}
-        schedulable = {PUBLIC[level][key]: (level, key) for level in base for key in SCHEDULABLE if key in base[level]}
-        by_level: dict[str, dict[str, Any]] = {"outer": {}, "inner": {}}
+        base = {side: algorithm.hparams(side) for side in ("outer", "inner")}
+        schedulable = {
+            PUBLIC_NAMES[side][key]: (side, key) for side in base for key in SCHEDULABLE if key in base[side]
+        }
+        by_side: dict[str, dict[str, Any]] = {"outer": {}, "inner": {}}
         for name, schedule in scheduling.check(schedules, schedulable).items():
-            level, key = schedulable[name]
-            by_level[level][key] = schedule
+            side, key = schedulable[name]
+            by_side[side][key] = schedule
         self.outer, self.inner = (
-            RuleHyperparameters(level, algorithm.rule(level), base[level], by_level[level], names)
-            for level in ("outer", "inner")
+            RuleHyperparameters(side, algorithm.rule(side), base[side], by_side[side], names)
+            for side in ("outer", "inner")
         )
 
     def check_first_round(self) -> None:
@@ -143,7 +145,7 @@ class AlgorithmHyperparameters:
     def schedules(self) -> dict[str, Any]:
         """Return the schedules, by the public name of what they change."""
         rules = (self.inner, self.outer)
-        return {PUBLIC[rule.level][key]: s for rule in rules for key, s in sorted(rule.schedules.items())}
+        return {PUBLIC_NAMES[rule.side][key]: s for rule in rules for key, s in sorted(rule.schedules.items())}
 
     def sampled_schedules(self, rounds: int | None, steps: int) -> dict[str, dict[str, Any]]:
         """Return what all schedules give at some moments of a run."""
@@ -155,8 +157,8 @@ def outer_hyperparameters(
 ) -> RuleHyperparameters:
     """Return the hyperparameters of an outer optimizer alone, for an inner one that the user builds."""
     called = outer if isinstance(outer, str) else getattr(outer, "__name__", repr(outer))
-    check_half(outer, settings, "outer", f"the outer optimizer {called}")
-    return RuleHyperparameters("outer", rule_of(outer, "outer"), numbers_of(outer, settings, "outer"), {}, names)
+    check_side(outer, settings, "outer", f"the outer optimizer {called}")
+    return RuleHyperparameters("outer", rule_of(outer, "outer"), hparams_of(outer, settings, "outer"), {}, names)
 
 
 def _value_or_error(schedule: Any, base: Any, t: int, name: str) -> Any:

@@ -100,7 +100,7 @@ def errors(
 
 def _stacked(algorithms: Sequence[Algorithm], level: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
     """The rule's numbers: one tensor where settings differ, as they are where they cannot."""
-    every = [a.numbers(level) for a in algorithms]
+    every = [a.hparams(level) for a in algorithms]
     plain = ("betas", "bias_correction", "scope", "dead_zone")
     return {
         word: value
