@@ -10,7 +10,8 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from tailopt.schedules import check, power
-from tailopt.theory import MARGIN, O_U, THEOREMS, Theory, theory
+from tailopt.theorems import MARGIN, O_U, THEOREMS
+from tailopt.theory import Theory, theory
 
 ALPHAS = [1.1, 1.2, 1.5, 1.8, 1.9]
 every_alpha = pytest.mark.parametrize("alpha", ALPHAS)
