@@ -30,7 +30,7 @@ def with_digest(body: Mapping[str, Any], length: int = 0) -> bytes:
 
     Examples:
         >>> with_digest({"format": 1})[:20], len(with_digest({"format": 1}, length=128))
-        (b'{"sha256": "00f6cf19', 128)
+        (b'{"sha256": "a5f1a88d', 128)
     """
     lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in body.items())
     rest = (",\n".join(lines) + "}").encode()
