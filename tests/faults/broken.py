@@ -1,4 +1,4 @@
-"""What the processes of test_kit.py run: four gloo nodes, of which node 2 has a fault."""
+"""What the processes of test_injection.py run: four gloo nodes, of which node 2 has a fault."""
 
 from __future__ import annotations
 

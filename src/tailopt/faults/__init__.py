@@ -1,7 +1,12 @@
-"""Faults to order, for tests of what survives them: through what is public, with no flag in the code they strike."""
+"""Fault injection for tests. Faults hook into public objects; production code contains no test flags.
 
-from tailopt.faults.disk import Disk
-from tailopt.faults.kit import (
+injection.py     faults of one node, in rounds of one's choice
+small_disk.py    a disk that can be full
+network.py       nodes whose cables can be pulled
+namespaces.py    the Linux namespaces of both
+"""
+
+from tailopt.faults.injection import (
     BitFlip,
     Crash,
     Crashed,
@@ -18,8 +23,9 @@ from tailopt.faults.kit import (
     Stop,
     inject,
 )
+from tailopt.faults.namespaces import Unavailable
 from tailopt.faults.network import Network
-from tailopt.faults.spaces import Unavailable
+from tailopt.faults.small_disk import Disk
 
 __all__ = [
     "BitFlip",

@@ -1,11 +1,11 @@
-"""Machines of a network that are network namespaces of this one: their cables can be pulled while a run goes on.
+"""A network of nodes on this machine, one network namespace each, whose cables can be pulled while a run goes on.
 
     node 0 --+
     node 1 --+-- a bridge in a namespace of its own        10.203.0.1, 10.203.0.2, ...
     node 2 --+
 
-A cut is one at the bridge: nothing arrives, nobody is told, and the node itself still sees its link as up. That is what
-a partition looks like from inside, and what no closed connection and no signal can stand for.
+A cable is cut at the bridge: nothing arrives, no connection is closed, and the node itself still sees its link as up.
+That is what a network partition looks like from inside; neither a closed connection nor a signal can imitate it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from tailopt.arguments import whole_number
-from tailopt.faults.spaces import Space, run
+from tailopt.faults.namespaces import Namespace, run
 
-CABLE = "TAILOPT_CABLE"
-BRIDGE, DEVICE, NET = "bridge", "eth0", "10.203.0"
+CABLE_VARIABLE = "TAILOPT_CABLE"  # of the environment: the process of the bridge's namespace, and the node's cable
+BRIDGE, DEVICE, SUBNET = "bridge", "eth0", "10.203.0"
 
 
 class Network:
-    """A network of nodes on this machine, which reaches nothing outside.
+    """A network of nodes on this machine, without a connection to the outside.
 
     It needs Linux with `ip` (iproute2) and `unshare` (util-linux), and no root where user namespaces are permitted.
 
@@ -34,12 +34,12 @@ class Network:
         nodes: how many.
 
     Raises:
-        Unavailable: the system does not permit it; the message says what is missing.
+        Unavailable: the system does not permit it; the message says why.
     """
 
     def __init__(self, nodes: int) -> None:
         self.nodes = whole_number("nodes", nodes, low=1, high=250)
-        self._spaces: list[Space] = []
+        self._namespaces: list[Namespace] = []  # the bridge's, then the nodes'
         try:
             self._build()
         except BaseException:
@@ -47,46 +47,46 @@ class Network:
             raise
 
     def _build(self) -> None:
-        hub = self._hub = Space("net")
-        self._spaces.append(hub)
+        hub = self._hub = Namespace("net")
+        self._namespaces.append(hub)
         run(hub.command(["ip", "link", "add", BRIDGE, "up", "type", "bridge"]))
         for k in range(self.nodes):
-            space = Space("net", around=hub)
-            self._spaces.append(space)
-            ends = ["type", "veth", "peer", "name", DEVICE, "netns", str(space.pid)]
+            namespace = Namespace("net", share_user_ns_with=hub)
+            self._namespaces.append(namespace)
+            ends = ["type", "veth", "peer", "name", DEVICE, "netns", str(namespace.pid)]
             run(hub.command(["ip", "link", "add", _cable(k), *ends]))
             run(hub.command(["ip", "link", "set", _cable(k), "up", "master", BRIDGE]))
-            run(space.command(["ip", "address", "add", f"{self.address(k)}/24", "dev", DEVICE]))
+            run(namespace.command(["ip", "address", "add", f"{self.address(k)}/24", "dev", DEVICE]))
             for device in (DEVICE, "lo"):
-                run(space.command(["ip", "link", "set", device, "up"]))
+                run(namespace.command(["ip", "link", "set", device, "up"]))
 
     def address(self, node: int) -> str:
-        """Of a node, for MASTER_ADDR."""
-        return f"{NET}.{self._checked(node) + 1}"
+        """Return the address of a node, for MASTER_ADDR."""
+        return f"{SUBNET}.{self._checked(node) + 1}"
 
     def command(self, node: int, command: Sequence[str]) -> list[str]:
-        """The command, to be run on a node: in its namespace, with gloo and NCCL told to use its device."""
-        told = [f"{key}={value}" for key, value in self._told(node).items()]
-        return self._spaces[1 + node].command(["env", *told, *command])
+        """Return a command line that runs a command on a node; gloo and NCCL will use the node's device."""
+        variables = [f"{key}={value}" for key, value in self._variables(node).items()]
+        return self._namespaces[1 + node].command(["env", *variables, *command])
 
     def enter(self, node: int) -> None:
-        """Move this process to a node, for programs that fork their nodes: before it has a thread or a connection."""
-        os.environ.update(self._told(node))
-        self._spaces[1 + node].enter()
+        """Move this process to a node, for programs that fork their nodes; before it has threads or connections."""
+        os.environ.update(self._variables(node))
+        self._namespaces[1 + node].enter()
 
     def cut(self, node: int) -> None:
         """Pull the cable of a node."""
         run(self._hub.command(["ip", "link", "set", _cable(self._checked(node)), "nomaster"]))
 
     def mend(self, node: int) -> None:
-        """Put it back."""
+        """Plug the cable of a node in again."""
         run(self._hub.command(["ip", "link", "set", _cable(self._checked(node)), "master", BRIDGE]))
 
     def close(self) -> None:
-        """Take it down, once the processes in it have ended."""
-        for space in reversed(self._spaces):
-            space.close()
-        self._spaces.clear()
+        """Take the network down, once the processes in it have ended."""
+        for namespace in reversed(self._namespaces):
+            namespace.close()
+        self._namespaces.clear()
 
     def __enter__(self) -> Network:
         return self
@@ -96,10 +96,10 @@ class Network:
     ) -> None:
         self.close()
 
-    def _told(self, node: int) -> dict[str, str]:
-        """What a process on a node finds in its environment."""
+    def _variables(self, node: int) -> dict[str, str]:
+        """Return the environment variables of a process on a node."""
         cable = f"{self._hub.pid} {_cable(self._checked(node))}"
-        return {"GLOO_SOCKET_IFNAME": DEVICE, "NCCL_SOCKET_IFNAME": DEVICE, CABLE: cable}
+        return {"GLOO_SOCKET_IFNAME": DEVICE, "NCCL_SOCKET_IFNAME": DEVICE, CABLE_VARIABLE: cable}
 
     def _checked(self, node: int) -> int:
         if node not in range(self.nodes):
@@ -107,25 +107,26 @@ class Network:
         return node
 
 
-def cut_own() -> None:
+def cut_this_node() -> None:
     """Pull the cable of the node that this process runs on."""
-    hub, cable = _own()
+    hub, cable = _this_cable()
     run(["nsenter", "--target", hub, "--net", "--", "ip", "link", "set", cable, "nomaster"])
 
 
-def check_own() -> None:
-    """Refuse a process that runs on no node of a `Network`."""
-    _own()
+def check_on_network() -> None:
+    """Raise ValueError if this process runs on no node of a `Network`."""
+    _this_cable()
 
 
-def _own() -> tuple[str, str]:
-    found = os.environ.get(CABLE, "").split()
-    if len(found) != 2:
+def _this_cable() -> tuple[str, str]:
+    """Return the process of the bridge's namespace, and the cable of the node that this process runs on."""
+    parts = os.environ.get(CABLE_VARIABLE, "").split()
+    if len(parts) != 2:
         raise ValueError(
             "Invalid Partition: this process is on no node of a faults.Network, so there is no cable to pull. Start it "
             "with the command line that Network.command gives."
         )
-    return found[0], found[1]
+    return parts[0], parts[1]
 
 
 def _cable(node: int) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tailopt import faults
-from tailopt.faults import spaces
+from tailopt.faults import namespaces, small_disk
 
 ASK = """
 import socket, sys
@@ -29,7 +29,7 @@ def rights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param == "as root" and os.name == "posix" and os.geteuid():
         pytest.skip("not root")
     if request.param != "as root":
-        monkeypatch.setattr(spaces, "_allowed", lambda kind: False)
+        monkeypatch.setattr(namespaces, "_allowed", lambda kind: False)
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def test_a_cable_is_pulled_and_put_back() -> None:
         assert [asked(network, 0, 2), asked(network, 2, 1), asked(network, 0, 1)] == ["silence", "silence", "reached"]
         network.mend(2)
         assert asked(network, 2, 1) == "reached"
-        holders = [space.process for space in network._spaces]
+        holders = [namespace.process for namespace in network._namespaces]
         assert [holder.poll() for holder in holders] == [None] * 4
     assert None not in [holder.poll() for holder in holders]
     network.close()
@@ -99,20 +99,20 @@ def test_a_disk_is_full_and_has_room_again(tmp_path: Path) -> None:
         disk.empty()
         (disk.path / "new").write_bytes(bytes(100_000))
         assert (disk.path / "before").read_bytes()[:5000] == b"1" * 5000
-        point = Path(disk._point)
+        point = Path(disk._mount_point)
         assert point.is_dir() and not list(point.iterdir())  # the files are on the disk, not in the folder below
     assert not disk.path.exists() and not point.exists()
     disk.close()
 
 
 def test_a_large_disk_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults.disk, "MOST", 1 << 12)
+    monkeypatch.setattr(small_disk, "MAX_BYTES", 1 << 12)
     with pytest.raises(ValueError, match=r"Invalid folder: .* GiB, which others may need; need one of at most"):
         faults.DiskFull({1}, tmp_path)
     with pytest.raises(ValueError, match="Invalid folder"):
-        faults.disk.fill(tmp_path)
+        small_disk.fill(tmp_path)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="Invalid folder: none given"):
+    with pytest.raises(ValueError, match="Invalid folder: ''; need one on a small disk"):
         faults.DiskFull({1})
 
 
@@ -137,7 +137,7 @@ def test_sizes_of_disks(size: int) -> None:
 def test_what_the_system_says_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     if sys.platform == "linux":
         with permitted(), pytest.raises(faults.Unavailable, match="not permitted here: .*no such command"):
-            spaces.Space("mount", "{ echo no such command >&2; false; }")
+            namespaces.Namespace("mount", "{ echo no such command >&2; false; }")
         monkeypatch.setenv("PATH", "/nowhere")
         with pytest.raises(faults.Unavailable, match=r"unshare is not installed: it is part of util-linux"):
             faults.Network(2)
