@@ -32,15 +32,15 @@ PRINTED_SIZES = {
     "bi2clip-l2": 729,
     "adam-biclip": 1125,
 }
-MENDED_SIZES = PRINTED_SIZES | {"adam-l2clip": 144, "adam-biclip": 1500, "avg-biclip-l2": 160 + 36}
+CORRECTED_SIZES = PRINTED_SIZES | {"adam-l2clip": 144, "adam-biclip": 1500, "avg-biclip-l2": 160 + 36}
 ROWS = load("best_settings")["settings"]
 
 
 @pytest.mark.parametrize("name", PRINTED_SIZES)
 def test_sizes_of_the_sweeps(name: str) -> None:
     assert sum(1 for _ in points(name, "paper-printed")) == PRINTED_SIZES[name]
-    mended = [tuple(point.items()) for point in points(name)]
-    assert len(mended) == len(set(mended)) == MENDED_SIZES[name]
+    corrected = [tuple(point.items()) for point in points(name)]
+    assert len(corrected) == len(set(corrected)) == CORRECTED_SIZES[name]
 
 
 def test_every_algorithm_has_a_grid() -> None:
@@ -133,8 +133,10 @@ def test_each_correction_is_needed() -> None:
 
 def test_what_there_is_not() -> None:
     with pytest.raises(
-        ValueError, match=r"'adam-adam' is no algorithm of the paper\..*There are: avg-sgd, .*avg-adam\."
+        ValueError, match=r"'adam-adam'; there is no such algorithm of the paper\..*There are: avg-sgd, .*avg-adam\."
     ):
         grid("adam-adam")
-    with pytest.raises(ValueError, match=r"Invalid grid: got 'printed'; need 'paper' \(mended\) or 'paper-printed'\."):
+    with pytest.raises(
+        ValueError, match=r"Invalid grid: got 'printed'; need 'paper' \(corrected\) or 'paper-printed'\."
+    ):
         grid("avg-sgd", "printed")  # type: ignore[arg-type]

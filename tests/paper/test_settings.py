@@ -159,10 +159,10 @@ def test_the_papers_names_of_algorithms(spelling: str, name: str) -> None:
 
 def test_what_there_is_not() -> None:
     with pytest.raises(
-        ValueError, match=r"'ted-en-de' is no data set with settings of this algorithm\..*There are: stsb, "
+        ValueError, match=r"'ted-en-de'; there is no such data set with settings of this algorithm\..*There are: stsb, "
     ):
         paper_settings("diloco", "ted-en-de")
-    with pytest.raises(ValueError, match=r"'adm2' is no algorithm of the paper\. Did you mean 'adam2'\?"):
+    with pytest.raises(ValueError, match=r"'adm2'; there is no such algorithm of the paper\. Did you mean 'adam2'\?"):
         paper_settings("adm2", "rte")
 
 
@@ -182,7 +182,7 @@ def test_the_tables_of_results() -> None:
     assert results("shakespeare")["results"]["avg-biclip"] == 1.7827
     assert len(results("philosopher")["works"]) == 8
     with pytest.raises(
-        ValueError, match="'squad' is no table of results.* glue, translation, shakespeare, philosopher"
+        ValueError, match="'squad'; there is no such table of results.* glue, translation, shakespeare, philosopher"
     ):
         results("squad")
 

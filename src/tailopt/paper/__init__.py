@@ -1,7 +1,7 @@
-"""The paper's tables as data: settings that it reports as best, grids that it searched, results that it prints.
+"""The paper's tables as data: the settings it reports as best, the grids it searched, the results it prints.
 
-`paper_settings("bi2clip", "QNLI")` gives what `algorithm("bi2clip", ...)` takes; `grid` and `points` give the sweeps;
-`results("glue")` the printed numbers. Misprints are corrected unless one asks for what is printed.
+`paper_settings("bi2clip", "QNLI")` returns keywords of `algorithm("bi2clip", ...)`; `grid` and `points` return the
+sweeps, `results("glue")` the printed numbers. Misprints are corrected unless the printed values are requested.
 """
 
 from tailopt.paper.grids import Lower, grid, points

@@ -1,8 +1,8 @@
 """paper_settings: the settings that the paper reports as best, with our names and without its misprints.
 
 Five cells cannot be what was run: no point of their own grid rounds to them, and their row or its neighbours show the
-intended value. They are corrected. Other values are off the printed grid because the grid is misprinted: they stand,
-and a warning says so. `printed=True` gives the table as it is, without warnings.
+intended value. They are corrected. Other values are not on the printed grid because the grid is misprinted: they are
+kept, with a warning. `printed=True` returns the table as printed, without warnings.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from tailopt.paper.grids import Spec, fit, written
+from tailopt.paper.grids import GridSpec, fit, notation
 from tailopt.paper.tables import algorithm_name, dataset_name, load, translated
 
 
 def paper_settings(algorithm: str, dataset: str, printed: bool = False) -> dict[str, float]:
-    """The paper's best settings for an algorithm and a data set, as keywords of `algorithm()`.
+    """Return the paper's best settings for an algorithm and a data set, as keywords of `algorithm()`.
 
-    Warns (UserWarning) where a cell is read as a misprint, and where a value is off the grid that is printed for it.
+    Warns (UserWarning) if a cell is read as a misprint, and if a value is not on the grid that is printed for it.
 
     Args:
         algorithm: in our spelling or the paper's (`adam-biclip`, `Adam-BiClip`, `Bi^2Clip`, `Avg-BiClip (L2)`).
         dataset: case, hyphens and spaces do not matter (`SST-2`, `sst2`, `TED-T (en-de)`).
-        printed: as printed, misprints included.
+        printed: return the values as printed, misprints included.
 
     Examples:
         >>> paper_settings("bi2clip", "QNLI")
@@ -39,15 +39,15 @@ def paper_settings(algorithm: str, dataset: str, printed: bool = False) -> dict[
     if not printed:
         fixes = corrections(name, data)
         row.update(fixes)
-        said = [_misprint(column, rows[data][column], value) for column, value in fixes.items()]
-        said += _doubts(name, row)
-        if said:
-            warnings.warn(f"{name} on {data}: {' '.join(said)}", UserWarning, stacklevel=2)
+        remarks = [_misprint(column, rows[data][column], value) for column, value in fixes.items()]
+        remarks += _off_grid_remarks(name, row)
+        if remarks:
+            warnings.warn(f"{name} on {data}: {' '.join(remarks)}", UserWarning, stacklevel=2)
     return translated(name, row)
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Every algorithm and data set that the paper has settings for.
+    """Return every (algorithm, data set) that the paper has settings for.
 
     Examples:
         >>> len(pairs()), pairs()[0]
@@ -57,28 +57,28 @@ def pairs() -> list[tuple[str, str]]:
 
 
 def corrections(name: str, dataset: str) -> dict[str, float]:
-    """The cells of a row that are read as misprints: column -> what was meant."""
-    every = load("sweep_grids")["corrections"]
-    return {c["column"]: c["read_as"] for c in every if (c["algorithm"], c["dataset"]) == (name, dataset)}
+    """Return the cells of a row that are read as misprints: column -> intended value."""
+    all_corrections = load("sweep_grids")["corrections"]
+    return {c["column"]: c["read_as"] for c in all_corrections if (c["algorithm"], c["dataset"]) == (name, dataset)}
 
 
 def _misprint(column: str, printed: float | None, value: float) -> str:
     return f"{column} is printed {printed:g}, which is off its own grid; taken as {value:g} (printed=True keeps it)."
 
 
-def _doubts(name: str, row: Mapping[str, float | None]) -> list[str]:
-    """A sentence for every value that is off the printed grid."""
+def _off_grid_remarks(name: str, row: Mapping[str, float | None]) -> list[str]:
+    """Return a sentence for every value that is not on the printed grid."""
     printed, missed = fit(name, row, "paper-printed")
     meant, _ = fit(name, row, "paper")
     return [
-        f"{column}={row[column]:g} is not on the printed grid {_written(printed[column])}; it is on "
-        f"{_written(meant[column])}, which is probably meant."
+        f"{column}={row[column]:g} is not on the printed grid {_notation(printed[column])}; it is on "
+        f"{_notation(meant[column])}, which is probably meant."
         for column in missed
     ]
 
 
-def _written(spec: Spec | None) -> str:
-    return "(none)" if spec is None else written(spec)
+def _notation(spec: GridSpec | None) -> str:
+    return "(none)" if spec is None else notation(spec)
 
 
 @functools.cache
