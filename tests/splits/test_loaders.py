@@ -213,8 +213,8 @@ def test_augmentations_follow_the_callers_seed():
 def test_indexed_tensors_equal_collated_samples(data, batch_size):
     fast = NodeData(data, 3, 1, batch_size)
     slow = NodeData(DataLoader(data, batch_size, collate_fn=one_by_one), 3, 1, None)
-    assert fast._source.tensors is not None
-    assert slow._source.tensors is None
+    assert fast._reader.tensors is not None
+    assert slow._reader.tensors is None
     assert same(list(fast.batches(0, 25)), list(slow.batches(0, 25)))
 
 
@@ -241,7 +241,7 @@ class Shifted(TensorDataset):
 )
 def test_any_map_style_dataset_is_read_as_torch_reads_it(data):
     stream = NodeData(data, 0, 0, 2)
-    assert stream._source.tensors is None
+    assert stream._reader.tensors is None
     assert stream.samples == 5
     order = [stream.indices(b).tolist() for b in range(7)]
     assert same(list(stream.batches(0, 7)), list(DataLoader(data, batch_sampler=order)))
@@ -458,7 +458,7 @@ def test_weights_by_samples():
     assert sample_weights(loaders) == [7.0, 2.0, 5.0]
     assert all(type(weight) is float for weight in sample_weights(loaders))
     for unknown in (Counting(3), DataLoader(Counting(3)), NodeData(Counting(3), 0, 0, 1)):
-        with pytest.raises(TypeError, match=rf"node 1 has a {type(unknown).__name__} that does not say"):
+        with pytest.raises(TypeError, match=rf"node 1 has a {type(unknown).__name__} without a length"):
             sample_weights([pairs(3), unknown])
 
 

@@ -208,7 +208,7 @@ def test_subsets_refuse_samples_that_are_not_there(wrong):
         (lambda: dirichlet([0, 1], 3, alpha=1.0), "nodes=3 for 2 samples"),
         (
             lambda: dirichlet([0] * 9, 5, 1.0, at_least=2),
-            "nodes=5 for 9 samples; need at least 2 samples a node.* <= 4",
+            "nodes=5 for 9 samples; need at least 2 samples per node.* <= 4",
         ),
         (lambda: dirichlet([0] * 9, 5, 1.0, at_least=0), "Invalid at_least: got 0"),
         (lambda: dirichlet([], 1, 1.0), "Invalid samples: got 0"),

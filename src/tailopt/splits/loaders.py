@@ -1,12 +1,12 @@
-"""One node's endless stream of batches, as a function of (seed, node, number of the batch).
+"""The endless stream of batches of one node, as a function of (seed, node, number of the batch).
 
     pass p      torch.randperm(samples) from the generator of (seed, "order", node, p)
     batch b     with p, k = divmod(b, batches_per_pass): samples k*batch_size to (k+1)*batch_size - 1 in the order of
                 pass p; the last batch of a pass is what is left
 
-A node goes on through its shuffled samples from round to round, and shuffles anew when they are used up. Nothing is
-remembered between calls but what can be computed again, so a resumed run and another engine read the same batches.
-Data with an order of its own (an IterableDataset, a DataLoader with a sampler) runs as it is, and cannot be repeated.
+A node reads its shuffled samples from round to round, and shuffles them again when they are used up. Calls depend on
+nothing but their arguments, so a resumed run and another engine read the same batches. Data with its own order (an
+IterableDataset, a DataLoader with a sampler) is read in that order, and cannot be repeated.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ Data = Dataset[Any] | DataLoader[Any] | Sequence[Any]
 
 
 class NodeData:
-    """One node's stream of batches: numbered from 0, without end.
+    """The stream of batches of one node: numbered from 0, without end.
 
-    Of a DataLoader the dataset, batch size, `collate_fn`, `drop_last`, `pin_memory` and the settings of its workers are
-    taken, and the node shuffles by itself, whether the loader would have shuffled or not. A DataLoader with another
-    sampler, or an IterableDataset, runs as it is, begins again when it ends, and is not `repeatable`.
+    From a DataLoader, the dataset, batch size, `collate_fn`, `drop_last`, `pin_memory` and the settings of its workers
+    are used; the node shuffles by itself, whether the loader would have shuffled or not. A DataLoader with another
+    sampler, or an IterableDataset, is read in its own order, begins again when it ends, and is not `repeatable`.
 
-    Without workers a batch is made when it is asked for, so that random augmentations draw from torch's global
+    Without workers, a batch is made when it is requested, so that random augmentations draw from torch's global
     generator as the caller seeded it. Workers are started for each call of `batches`, and seeded for each batch.
 
     Args:
         data: a map-style dataset (a list of samples too), an IterableDataset or a DataLoader.
-        node: the node's number; part of what the order is a function of.
+        node: the node's number; the order depends on it.
         seed: of the run.
         batch_size: 1 or more; None with a DataLoader, which has its own.
         drop_last: leave out the partial batch that ends a pass.
 
     Attributes:
-        own_order: None, or in words what orders the data instead of (seed, node, pass).
-        repeatable: whether any batch can be asked for at any time: own_order is None.
-        samples: how many samples the node has; None where the data do not say.
+        own_order: None, or a description of what orders the data instead of (seed, node, pass).
+        repeatable: whether any batch can be requested at any time: own_order is None.
+        samples: how many samples the node has; None if that is unknown.
 
     Examples:
         >>> letters = NodeData("abcde", node=0, seed=0, batch_size=2)
@@ -73,22 +73,23 @@ class NodeData:
         self.node, self.seed = whole_number("node", node, low=0, convert=True), seed
         if batch_size is not None:
             batch_size = whole_number("batch_size", batch_size, low=1, convert=True)
-        loader = data if isinstance(data, DataLoader) else self._loader(data, batch_size, drop_last)
+        loader = data if isinstance(data, DataLoader) else self._as_loader(data, batch_size, drop_last)
         self.own_order = _own_order(loader)
         self.batch_size = self._agreed_size(loader, batch_size)
         self.drop_last = self._agreed_end(loader, drop_last)
         self.samples = _samples(loader)
-        self._asked = loader  # what the user asked for; iterated only if the order is its own
-        self._given: Iterator[Any] | None = None  # the rest of the current pass through it
-        self._position = 0  # the number of the next batch of it
-        self._source = _Source.of(loader, derive(seed, "workers", node))
-        self._latest: tuple[int, Tensor, Tensor] | None = None  # a pass, its order, and that as rows of the source
+        self._loader = loader  # iterated only if it has its own order
+        self._current_pass: Iterator[Any] | None = None  # what is left of the pass through such a loader
+        self._position = 0  # the number of its next batch
+        self._reader = _BatchReader.of(loader, derive(seed, "workers", node))
+        self._cached_pass: tuple[int, Tensor, Tensor] | None = None  # a pass, its order, and that as rows of the reader
         if self.samples == 0:
             raise ValueError(f"Invalid data: node {node} has no data. Give it samples, or leave the node out.")
         if self.samples is None and self.repeatable:
             raise TypeError(f"Invalid data: node {node} has a {type(loader.dataset).__name__}; need one with __len__.")
         whole, partial_batch = divmod(self.samples or 0, self.batch_size or 1)
-        self._per_pass = whole + (partial_batch > 0 and not self.drop_last)  # kept: a small batch takes microseconds
+        # stored, not computed per batch: reading a small batch takes only microseconds
+        self._per_pass = whole + (partial_batch > 0 and not self.drop_last)
         if self.repeatable and self._per_pass == 0:
             raise ValueError(
                 f"Invalid batch_size: node {node} has {self.samples} samples, and drop_last leaves no batch of "
@@ -106,7 +107,7 @@ class NodeData:
         if self.repeatable:
             return self._per_pass
         try:
-            return len(self._asked)
+            return len(self._loader)
         except TypeError as error:
             raise TypeError(
                 f"Invalid data: node {self.node} has {self.own_order} without a length; a pass through it has no known "
@@ -114,16 +115,16 @@ class NodeData:
             ) from error
 
     def indices(self, number: int) -> Tensor:
-        """The samples of one batch: positions in the dataset, in the order in which they are read."""
+        """Return the samples of one batch: indices of the dataset, in the order in which they are read."""
         if not self.repeatable:
             raise RuntimeError(f"Node {self.node} reads {self.own_order}: the samples of a batch are not known.")
         done, span = self._span(whole_number("number", number, low=0, convert=True))
         return self._shuffled(done)[0][span]
 
     def batches(self, start: int, count: int) -> Iterator[Any]:
-        """Batches `start` to `start + count - 1`, one after another.
+        """Yield batches `start` to `start + count - 1`.
 
-        Data with an order of its own can only go on: `start` must be the number of the next batch, else RuntimeError.
+        Data with its own order can only go on: `start` must be the number of the next batch, else RuntimeError.
         """
         start = whole_number("start", start, low=0, convert=True)
         count = whole_number("count", count, low=0, convert=True)
@@ -133,13 +134,13 @@ class NodeData:
                     f"Node {self.node} reads {self.own_order}, which can only go on: batch {start} was asked for, the "
                     f"next one is {self._position}. Give a map-style dataset without a sampler to repeat batches."
                 )
-            return self._as_it_is(count)
-        if self._source.through_torch:
+            return self._in_its_order(count)
+        if self._reader.through_torch:
             return self._through_torch(start, count)
-        return (self._source.fetch(self._rows(number)) for number in range(start, start + count))
+        return (self._reader.fetch(self._rows(number)) for number in range(start, start + count))
 
-    def _loader(self, data: Any, batch_size: int | None, drop_last: bool) -> DataLoader[Any]:
-        """A DataLoader over a bare dataset, so that there is one kind of data from here on."""
+    def _as_loader(self, data: Any, batch_size: int | None, drop_last: bool) -> DataLoader[Any]:
+        """Wrap a bare dataset in a DataLoader, so that there is only one type of data from here on."""
         map_style = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, Mapping)
         if not map_style and not isinstance(data, IterableDataset):
             raise TypeError(
@@ -172,62 +173,62 @@ class NodeData:
         return drop_last or loader.drop_last
 
     def _span(self, number: int) -> tuple[int, slice]:
-        """The pass of a batch, and where in the order of that pass its samples stand."""
+        """Return the pass of a batch, and the positions of its samples in the order of that pass."""
         done, k = divmod(number, self._per_pass)
         size = self.batch_size or 1
         return done, slice(k * size, (k + 1) * size)
 
     def _shuffled(self, done: int) -> tuple[Tensor, Tensor]:
-        """The order of the samples after so many passes, and the same as rows of the source; the latest is kept."""
-        if self._latest is None or self._latest[0] != done:
+        """Return the order of a pass, as sample indices and as rows of the reader; the latest pass is cached."""
+        if self._cached_pass is None or self._cached_pass[0] != done:
             order = torch.randperm(cast(int, self.samples), generator=generator(self.seed, "order", self.node, done))
-            self._latest = done, order, self._source.rows(order)
-        return self._latest[1:]
+            self._cached_pass = done, order, self._reader.rows(order)
+        return self._cached_pass[1:]
 
     def _rows(self, number: int) -> Tensor:
         done, span = self._span(number)
         return self._shuffled(done)[1][span]
 
     def _through_torch(self, start: int, count: int) -> Iterator[Any]:
-        """By torch's own DataLoader, which knows workers and pinned memory; no batch beyond the last is begun."""
-        asked, workers = self._asked, cast("dict[str, Any]", {})
-        if asked.num_workers:
+        """Read by a torch DataLoader, for workers and pinned memory; it begins no batch after the last."""
+        loader, workers = self._loader, cast("dict[str, Any]", {})
+        if loader.num_workers:
             workers = {
-                "num_workers": asked.num_workers,
-                "worker_init_fn": partial(_start_worker, also=asked.worker_init_fn),
-                "multiprocessing_context": asked.multiprocessing_context,
-                "prefetch_factor": asked.prefetch_factor,
-                "timeout": asked.timeout,
+                "num_workers": loader.num_workers,
+                "worker_init_fn": partial(_start_worker, also=loader.worker_init_fn),
+                "multiprocessing_context": loader.multiprocessing_context,
+                "prefetch_factor": loader.prefetch_factor,
+                "timeout": loader.timeout,
             }
         yield from DataLoader(
-            self._source,
+            self._reader,
             batch_size=None,
             sampler=[(number, self._rows(number).tolist()) for number in range(start, start + count)],
             collate_fn=_unchanged,
-            pin_memory=self._source.pinned,
-            generator=generator(self.seed, "workers", self.node, start),  # else torch's global one would be moved on
+            pin_memory=self._reader.pinned,
+            generator=generator(self.seed, "workers", self.node, start),  # by default, torch's global one would advance
             **workers,
         )
 
-    def _as_it_is(self, count: int) -> Iterator[Any]:
+    def _in_its_order(self, count: int) -> Iterator[Any]:
         for _ in range(count):
             yield self._next()
 
     def _next(self) -> Any:
-        for _ in range(2):  # what is left of this pass, else a new one
-            if self._given is None:
-                self._given = iter(self._asked)
-            for batch in self._given:
+        for _ in range(2):  # what is left of this pass, then a new one
+            if self._current_pass is None:
+                self._current_pass = iter(self._loader)
+            for batch in self._current_pass:
                 self._position += 1
                 return batch
-            self._given = None
+            self._current_pass = None
         raise ValueError(f"Invalid data: node {self.node} has no data: {self.own_order} gave no batch.")
 
 
 def node_data(
     data: Sequence[Data], seed: int, batch_size: int | None = None, drop_last: bool = False
 ) -> list[NodeData]:
-    """The streams of all the nodes: one `NodeData` for each dataset or DataLoader, all of them checked.
+    """Return the streams of all nodes: one `NodeData` per dataset or DataLoader, checked.
 
     Examples:
         >>> [node.samples for node in node_data([[1.0, 2.0, 3.0], [4.0]], seed=0, batch_size=2)]
@@ -235,17 +236,17 @@ def node_data(
     """
     if isinstance(data, (Dataset, DataLoader, Mapping, str, Tensor)) or not isinstance(data, Iterable):
         raise TypeError(
-            f"Invalid data: got one {type(data).__name__}; need a sequence of datasets or DataLoaders, one a node. "
-            "tailopt.splits parts a dataset: subsets(dataset, iid(len(dataset), nodes))."
+            f"Invalid data: got one {type(data).__name__}; need a sequence of datasets or DataLoaders, one per node. "
+            "tailopt.splits splits a dataset: subsets(dataset, iid(len(dataset), nodes))."
         )
-    nodes = [NodeData(own, node, seed, batch_size, drop_last) for node, own in enumerate(data)]
+    nodes = [NodeData(its_data, node, seed, batch_size, drop_last) for node, its_data in enumerate(data)]
     if not nodes:
-        raise ValueError("Invalid data: got no datasets; need one a node.")
+        raise ValueError("Invalid data: got no datasets; need one per node.")
     return nodes
 
 
 def sample_weights(nodes: Sequence[Data | NodeData | Tensor] | Mapping[Any, Tensor]) -> list[float]:
-    """How many samples each node has, as weights of the mean: w_i = n_i.
+    """Return how many samples each node has, as weights of the mean: w_i = n_i.
 
     Args:
         nodes: datasets, DataLoaders, `NodeData`, or the parts of a partition.
@@ -254,8 +255,8 @@ def sample_weights(nodes: Sequence[Data | NodeData | Tensor] | Mapping[Any, Tens
         >>> sample_weights([torch.tensor([0, 2, 4]), torch.tensor([1])])
         [3.0, 1.0]
     """
-    several = nodes.values() if isinstance(nodes, Mapping) else nodes
-    return [float(_count(node, own)) for node, own in enumerate(several)]
+    data_of_nodes = nodes.values() if isinstance(nodes, Mapping) else nodes
+    return [float(_count(node, data)) for node, data in enumerate(data_of_nodes)]
 
 
 def _count(node: int, data: Any) -> int:
@@ -265,8 +266,7 @@ def _count(node: int, data: Any) -> int:
         samples = _length(data)
     if samples is None:
         raise TypeError(
-            f"Invalid data: node {node} has a {type(data).__name__} that does not say how many samples it has. "
-            "Give the weights as numbers."
+            f"Invalid data: node {node} has a {type(data).__name__} without a length. Give the weights as numbers."
         )
     return samples
 
@@ -279,7 +279,7 @@ def _length(sized: Any) -> int | None:
 
 
 def _samples(loader: DataLoader[Any]) -> int | None:
-    """How many samples a loader has: those of its sampler, which may read a part of a dataset that nodes share."""
+    """Return how many samples the sampler of a loader has; it may read only a part of a dataset that nodes share."""
     if isinstance(loader.dataset, IterableDataset):
         return _length(loader.dataset)
     if loader.batch_size is None and loader.batch_sampler is not None:
@@ -288,7 +288,7 @@ def _samples(loader: DataLoader[Any]) -> int | None:
 
 
 def _own_order(loader: DataLoader[Any]) -> str | None:
-    """What orders the batches of a loader, in words; None where that is left to us."""
+    """Describe what orders the batches of a loader; None if that is left to us."""
     if isinstance(loader.dataset, IterableDataset):
         return f"an IterableDataset ({type(loader.dataset).__name__})"
     if type(loader).__iter__ is not DataLoader.__iter__:
@@ -296,7 +296,8 @@ def _own_order(loader: DataLoader[Any]) -> str | None:
     sampler, batches = loader.sampler, loader.batch_sampler
     if batches is not None and (loader.batch_size is None or type(batches) is not BatchSampler):
         return f"a DataLoader with its own batch_sampler ({type(batches).__name__})"
-    # What shuffle=True and shuffle=False give; drawing with replacement or only some of the samples is a choice.
+    # shuffle=True and shuffle=False give these samplers. Drawing with replacement, or only some of the samples, is a
+    # choice of the user, which is kept.
     usual = type(sampler) in (RandomSampler, SequentialSampler) and not getattr(sampler, "replacement", False)
     if not usual or _length(sampler) != _length(loader.dataset):
         return f"a DataLoader with its own sampler ({type(sampler).__name__})"
@@ -304,11 +305,11 @@ def _own_order(loader: DataLoader[Any]) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Source(Dataset[Any]):
-    """How samples become a batch. As the dataset of a torch DataLoader, item (number, rows) is a batch.
+class _BatchReader(Dataset[Any]):
+    """Reads samples and makes batches. As the dataset of a torch DataLoader, item (number, rows) is a batch.
 
-    `tensors` is set where default_collate would only stack their rows: they are then indexed once, instead of sample
-    by sample (two tensors, a batch of 32 x 100, one core: 13 us instead of 170).
+    `tensors` is set if default_collate would only stack their rows: then they are indexed once, instead of sample by
+    sample (two tensors, a batch of 32 x 100, one core: 13 us instead of 170).
     """
 
     dataset: Any
@@ -318,32 +319,33 @@ class _Source(Dataset[Any]):
     pinned: bool
     seed: int
     tensors: tuple[Tensor, ...] | None
-    places: Tensor | None  # which rows of `tensors` the samples are; None: all, in order
+    row_of_sample: Tensor | None  # the row of `tensors` that a sample is; None: all rows, in order
 
     @classmethod
-    def of(cls, loader: DataLoader[Any], seed: int) -> _Source:
+    def of(cls, loader: DataLoader[Any], seed: int) -> _BatchReader:
         one_by_one = loader.batch_sampler is None
         stacked = loader.collate_fn is default_collate and not one_by_one
-        tensors, places = _plain_tensors(loader.dataset) if stacked else (None, None)
+        tensors, row_of_sample = _stackable_tensors(loader.dataset) if stacked else (None, None)
         pinned = loader.pin_memory and torch.accelerator.is_available()
         through_torch = pinned or loader.num_workers > 0
-        return cls(loader.dataset, loader.collate_fn, one_by_one, through_torch, pinned, seed, tensors, places)
+        return cls(loader.dataset, loader.collate_fn, one_by_one, through_torch, pinned, seed, tensors, row_of_sample)
 
     def rows(self, order: Tensor) -> Tensor:
-        """Sample numbers as what `fetch` takes: rows of the tensors, on their device."""
+        """Return sample indices as `fetch` takes them: rows of the tensors, on their device."""
         if self.tensors is None:
             return order
-        return (order if self.places is None else self.places[order]).to(self.tensors[0].device)
+        return (order if self.row_of_sample is None else self.row_of_sample[order]).to(self.tensors[0].device)
 
     def fetch(self, rows: Tensor) -> Any:
+        """Return the batch of these rows."""
         if self.tensors is not None:
             return [tensor.index_select(0, rows) for tensor in self.tensors]
-        numbers = rows.tolist()
+        indices = rows.tolist()
         if self.one_by_one:
-            return self.collate(self.dataset[numbers[0]])
+            return self.collate(self.dataset[indices[0]])
         if getattr(self.dataset, "__getitems__", None):
-            return self.collate(self.dataset.__getitems__(numbers))
-        return self.collate([self.dataset[i] for i in numbers])
+            return self.collate(self.dataset.__getitems__(indices))
+        return self.collate([self.dataset[i] for i in indices])
 
     def __getitem__(self, item: tuple[int, list[int]]) -> Any:
         number, rows = item
@@ -352,15 +354,16 @@ class _Source(Dataset[Any]):
         return self.fetch(torch.tensor(rows, device=None if self.tensors is None else self.tensors[0].device))
 
 
-def _plain_tensors(dataset: Any) -> tuple[tuple[Tensor, ...] | None, Tensor | None]:
-    """The tensors behind a TensorDataset, or a Subset of one, and the rows of them that the dataset has (None: all)."""
+def _stackable_tensors(dataset: Any) -> tuple[tuple[Tensor, ...] | None, Tensor | None]:
+    """Return the tensors behind a TensorDataset, or a Subset of one, and which of their rows it has (None: all)."""
     if type(dataset) is Subset and len(dataset) > 0:
-        tensors, places = _plain_tensors(dataset.dataset)
+        tensors, row_of_sample = _stackable_tensors(dataset.dataset)
         if tensors is not None:
-            own, rows = torch.as_tensor(dataset.indices), len(cast(Any, dataset.dataset))
-            # Whatever else may stand for a sample (-1, a mask) is for the dataset itself to understand.
-            if own.dtype == torch.int64 and own.ndim == 1 and int(own.min()) >= 0 and int(own.max()) < rows:
-                return tensors, own if places is None else places[own]
+            indices, rows = torch.as_tensor(dataset.indices), len(cast(Any, dataset.dataset))
+            # Only the dataset itself knows what other indices mean (-1, a mask).
+            plain = indices.dtype == torch.int64 and indices.ndim == 1
+            if plain and int(indices.min()) >= 0 and int(indices.max()) < rows:
+                return tensors, indices if row_of_sample is None else row_of_sample[indices]
     elif type(dataset) is TensorDataset:
         tensors = dataset.tensors
         if all(type(t) is Tensor and t.layout == torch.strided and t.device == tensors[0].device for t in tensors):
@@ -369,7 +372,7 @@ def _plain_tensors(dataset: Any) -> tuple[tuple[Tensor, ...] | None, Tensor | No
 
 
 def _start_worker(worker: int, also: Callable[[int], None] | None) -> None:
-    """The user's worker_init_fn, which may ask get_worker_info() for the dataset and must find its own."""
+    """Call the user's worker_init_fn; get_worker_info() in it must show the user's dataset, not our reader."""
     info = cast(Any, get_worker_info())
     object.__setattr__(info, "dataset", info.dataset.dataset)  # frozen
     if also is not None:
@@ -377,7 +380,7 @@ def _start_worker(worker: int, also: Callable[[int], None] | None) -> None:
 
 
 def _seed_worker(seed: int) -> None:
-    """The generators that augmentations draw from, so that neither the worker nor the batches before it matter."""
+    """Seed the generators that augmentations draw from, so that neither the worker nor earlier batches matter."""
     torch.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:

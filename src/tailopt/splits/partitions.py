@@ -1,12 +1,12 @@
-"""Parting the samples of one dataset among nodes: pure functions of their arguments and a seed.
+"""Splitting the samples of one dataset among nodes: pure functions of their arguments and a seed.
 
     iid         shuffled, sizes that differ by at most one
     power_law   shuffled, the size of node i proportional to (i + 1)**-exponent
     dirichlet   the shares of the nodes in each class ~ Dirichlet(alpha, ..., alpha)
     by_source   one node for each distinct source (an author, a hospital, a device)
 
-A part is a vector of sample numbers (int64, ascending), one a node; every sample is in exactly one part. Where shares
-have to become whole numbers, the largest remainders are rounded up.
+A part is a vector of sample indices (int64, ascending), one part per node; every sample is in exactly one part. Shares
+become whole numbers by rounding the largest remainders up.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 def iid(samples: int, nodes: int, seed: int = 0) -> list[Tensor]:
-    """Samples 0 to `samples` - 1 dealt to the nodes at random, in parts whose sizes differ by at most one.
+    """Deal samples 0 to `samples` - 1 to the nodes at random, in parts whose sizes differ by at most one.
 
     Examples:
         >>> [part.tolist() for part in iid(7, nodes=3)]
@@ -41,10 +41,10 @@ def iid(samples: int, nodes: int, seed: int = 0) -> list[Tensor]:
 
 
 def power_law(samples: int, nodes: int, exponent: float = 1.0, seed: int = 0) -> list[Tensor]:
-    """Random parts of unequal size: node i has a share of the samples proportional to (i + 1)**-exponent.
+    """Deal samples at random in parts of unequal size: the share of node i is proportional to (i + 1)**-exponent.
 
-    Shares become sizes by largest remainder; a node that would get none is given one sample of the largest. Sizes do
-    not grow with the node's number.
+    Shares become sizes by largest remainder; a node that would get none receives one sample of the largest node. Sizes
+    do not grow with the node's number.
 
     Args:
         exponent: 0 (equal sizes) or more; 1 is Zipf's law.
@@ -57,7 +57,7 @@ def power_law(samples: int, nodes: int, exponent: float = 1.0, seed: int = 0) ->
     if not 0 <= exponent < math.inf:
         raise ValueError(f"Invalid exponent: got {exponent}; need 0 <= exponent < inf. 0 gives nodes of equal size.")
     sizes = _apportion(samples, [float(rank) ** -exponent for rank in range(1, nodes + 1)])
-    for giver, taker in _levelling(sizes, at_least=1):
+    for giver, taker in _transfers(sizes, at_least=1):
         sizes[giver] -= 1
         sizes[taker] += 1
     return _ascending(_shuffled(samples, seed, "power-law").split(sizes))
@@ -66,11 +66,11 @@ def power_law(samples: int, nodes: int, exponent: float = 1.0, seed: int = 0) ->
 def dirichlet(
     labels: Sequence[Hashable] | Tensor, nodes: int, alpha: float, seed: int = 0, at_least: int = 1
 ) -> list[Tensor]:
-    """Parts with skewed classes: of each class the nodes get shares drawn from Dirichlet(alpha, ..., alpha).
+    """Split with skewed classes: the shares of the nodes in each class are drawn from Dirichlet(alpha, ..., alpha).
 
     Small `alpha` gives almost every class to a single node; for large `alpha` all nodes have the same mixture. Sizes
-    differ too. While a node has fewer than `at_least` samples it is given one of the largest node's, chosen at random;
-    nothing is drawn again, so that this ends for every alpha.
+    differ too. While a node has fewer than `at_least` samples, it receives a random sample of the largest node; shares
+    are never drawn again, so this ends for every alpha.
 
     Args:
         labels: the class of each sample: numbers or strings, a list, an array or a 1-D tensor.
@@ -94,16 +94,16 @@ def dirichlet(
     for positions in classes.values():
         sizes = _apportion(len(positions), _dirichlet_shares(nodes, alpha, random))
         shuffled = torch.tensor(positions)[torch.randperm(len(positions), generator=random)]
-        for own, share in zip(members, shuffled.split(sizes), strict=True):
-            own += share.tolist()
-    for giver, taker in _levelling([len(own) for own in members], at_least):
-        own = members[giver]
-        members[taker].append(own.pop(int(torch.randint(len(own), (), generator=random))))
-    return _ascending(torch.tensor(own, dtype=torch.int64) for own in members)
+        for indices, share in zip(members, shuffled.split(sizes), strict=True):
+            indices += share.tolist()
+    for giver, taker in _transfers([len(indices) for indices in members], at_least):
+        indices = members[giver]
+        members[taker].append(indices.pop(int(torch.randint(len(indices), (), generator=random))))
+    return _ascending(torch.tensor(indices, dtype=torch.int64) for indices in members)
 
 
 def by_source(sources: Iterable[Hashable] | Tensor) -> dict[Any, Tensor]:
-    """One part for each distinct source, by name, in the order in which the sources first appear.
+    """Return one part per distinct source, by name, in the order in which the sources first appear.
 
     Args:
         sources: where each sample comes from: names or numbers, any hashable values.
@@ -120,27 +120,27 @@ def by_source(sources: Iterable[Hashable] | Tensor) -> dict[Any, Tensor]:
 
 
 def subsets(dataset: Dataset[_T] | Sequence[_T], parts: Parts) -> list[Subset[_T]]:
-    """The datasets of the nodes: `torch.utils.data.Subset`s of one dataset, one for each part.
+    """Return the datasets of the nodes: one `torch.utils.data.Subset` of the dataset per part.
 
-    `parts` may come from any function here (of a dict the values are taken, in its order) or be the user's own: numbers
-    in [0, len(dataset)). A sample may then stand in several parts, or in none.
+    `parts` may come from any function of this module (the values of a dict are used in its order), or be the user's:
+    indices in [0, len(dataset)). Then a sample may be in several parts, or in none.
 
     Examples:
-        >>> [list(own) for own in subsets(["a", "b", "c"], [torch.tensor([2, 0]), torch.tensor([1])])]
+        >>> [list(subset) for subset in subsets(["a", "b", "c"], [torch.tensor([2, 0]), torch.tensor([1])])]
         [['c', 'a'], ['b']]
     """
-    several = list(parts.values()) if isinstance(parts, Mapping) else list(parts)
+    parts_in_order = list(parts.values()) if isinstance(parts, Mapping) else list(parts)
     samples = len(cast(Sized, dataset))
-    # Plain lists: not every dataset takes a 0-dim tensor for a number.
-    numbers = [[operator.index(i) for i in (p.tolist() if isinstance(p, Tensor) else p)] for p in several]
-    for node, own in enumerate(numbers):
-        wrong = next((i for i in own if not 0 <= i < samples), None)
+    # Plain lists: not every dataset accepts a 0-dim tensor as an index.
+    by_node = [[operator.index(i) for i in (p.tolist() if isinstance(p, Tensor) else p)] for p in parts_in_order]
+    for node, indices in enumerate(by_node):
+        wrong = next((i for i in indices if not 0 <= i < samples), None)
         if wrong is not None:
             raise ValueError(
                 f"Invalid parts: node {node} has sample {wrong}; need numbers from 0 to {samples - 1}, the samples of "
-                "the dataset. Was it parted by the length of another one?"
+                "the dataset. Was it split by the length of another one?"
             )
-    return [Subset(cast("Dataset[_T]", dataset), own) for own in numbers]
+    return [Subset(cast("Dataset[_T]", dataset), indices) for indices in by_node]
 
 
 def _check_counts(samples: int, nodes: int, at_least: int = 1) -> tuple[int, int]:
@@ -149,7 +149,7 @@ def _check_counts(samples: int, nodes: int, at_least: int = 1) -> tuple[int, int
     if nodes * at_least > samples:
         need = "at least one sample" if at_least == 1 else f"at least {at_least} samples"
         raise ValueError(
-            f"Invalid nodes: got nodes={nodes} for {samples} samples; need {need} a node, so 1 <= nodes <= "
+            f"Invalid nodes: got nodes={nodes} for {samples} samples; need {need} per node, so 1 <= nodes <= "
             f"{samples // at_least}. Take fewer nodes{' or a smaller at_least' if at_least > 1 else ''}."
         )
     return samples, nodes
@@ -164,7 +164,7 @@ def _ascending(parts: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _apportion(total: int, shares: Sequence[float]) -> list[int]:
-    """Whole numbers that sum to `total`, proportional to `shares`: rounded down, then up by largest remainder."""
+    """Return whole numbers that sum to `total`, proportional to `shares`; the largest remainders are rounded up."""
     whole = math.fsum(shares)
     quotas = [total * (share / whole) for share in shares]
     sizes = [math.floor(quota) for quota in quotas]
@@ -174,9 +174,11 @@ def _apportion(total: int, shares: Sequence[float]) -> list[int]:
     return sizes
 
 
-def _levelling(sizes: Sequence[int], at_least: int) -> list[tuple[int, int]]:
-    """(giver, taker) of single samples after which every size is `at_least` or more; the largest gives, the last of
-    equals. Needs sum(sizes) >= at_least * len(sizes): then the largest always has one to spare.
+def _transfers(sizes: Sequence[int], at_least: int) -> list[tuple[int, int]]:
+    """Return (giver, taker) of single samples after which every size is `at_least` or more.
+
+    The largest node gives; of several, the last. Needs sum(sizes) >= at_least * len(sizes): then the largest node
+    always has a sample to spare.
     """
     largest = [(-size, -node) for node, size in enumerate(sizes)]
     heapq.heapify(largest)
@@ -190,30 +192,30 @@ def _levelling(sizes: Sequence[int], at_least: int) -> list[tuple[int, int]]:
 
 
 def _dirichlet_shares(nodes: int, alpha: float, random: torch.Generator) -> list[float]:
-    """One draw from Dirichlet(alpha, ..., alpha), by logarithms of gamma variables.
+    """Draw once from Dirichlet(alpha, ..., alpha), by logarithms of gamma variables.
 
-    Gamma(alpha) = Gamma(alpha + 1) * U**(1 / alpha). For alpha = 0.001 most of these are below the smallest double, and
-    their quotients would be 0/0 where one node should have everything.
+    Gamma(alpha) = Gamma(alpha + 1) * U**(1 / alpha). For alpha = 0.001 most of these are below the smallest double:
+    without logarithms, the shares would be 0/0 instead of 1 for one node and 0 for the others.
     """
     gamma = torch._standard_gamma(torch.full((nodes,), alpha + 1.0, dtype=torch.float64), generator=random)
     uniform = 1.0 - torch.rand(nodes, dtype=torch.float64, generator=random)  # in (0, 1]
     logs = gamma.log() + uniform.log() / alpha
-    # Where all quotients overflow (alpha below 1e-307) the largest uniform number decides.
+    # If all logarithms overflow (alpha below 1e-307), the node with the largest uniform number gets everything.
     shares = torch.softmax(logs, 0) if logs.isfinite().any() else (uniform == uniform.max()).double()
     return cast("list[float]", shares.tolist())
 
 
 def _values(values: Iterable[Hashable] | Tensor, name: str) -> list[Any]:
-    """Tensors, arrays and lists of 0-dim tensors as a list of plain values: tensors hash by identity, not by value."""
+    """Return tensors, arrays and lists of 0-dim tensors as plain values: tensors hash by identity, not by value."""
     dimensions = getattr(values, "ndim", 1)
     if dimensions != 1:
-        raise ValueError(f"Invalid {name}: got {dimensions} dimensions; need 1, one value a sample.")
+        raise ValueError(f"Invalid {name}: got {dimensions} dimensions; need 1, one value per sample.")
     plain = values.tolist() if hasattr(values, "tolist") else values
     return [value.item() if isinstance(value, Tensor) else value for value in plain]
 
 
 def _positions(values: Sequence[Any], name: str) -> dict[Any, list[int]]:
-    """Where each distinct value stands, by first appearance."""
+    """Return the positions of each distinct value, by first appearance."""
     positions: dict[Any, list[int]] = {}
     for i, value in enumerate(values):
         try:
