@@ -179,7 +179,7 @@ class Broken(Schedule):
         (lambda: value(power(400.0), 1.0, 10, "ilr"), "ilr at t=10: factor inf"),
         (lambda: value(power(300.0), 1e10, 10, "ilr"), "ilr at t=10: value inf"),
         (lambda: value(cosine(1), math.inf, 9, "o_u"), "o_u at t=9: value nan"),
-        (lambda: value(power(1.0), "auto", 1, "i_u"), "i_u: 'auto' is no number"),  # type: ignore[arg-type]
+        (lambda: value(power(1.0), "auto", 1, "i_u"), "i_u: 'auto' cannot be scaled"),  # type: ignore[arg-type]
         (lambda: value(None, 1.0, 0, "ilr"), "t: got 0"),
         (lambda: power(1.0).factor(0), "t: got 0"),
         (lambda: power(1.0).factor(2.5), "t: got 2.5"),  # type: ignore[arg-type]

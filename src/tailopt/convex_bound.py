@@ -2,8 +2,8 @@
 
     F(average) - F*  <=  Psi_1 + Psi_2 + Psi_3 + Psi_4
 
-with the learning rate r/(t+1), the threshold c t^g, z local steps a round, u = (z+1)/2 and A = 2^(alpha-1) (M^alpha +
-B^alpha), where sum_p stands for 1^p + ... + T^p, bounded from above by an integral:
+with the learning rate r/(t+1), the threshold c t^g, z local steps per round, u = (z+1)/2 and A = 2^(alpha-1) (M^alpha +
+B^alpha), where sum_p is 1^p + ... + T^p, bounded from above by an integral:
 
     Psi_1 = r c^2                      sum_{2g}              / (T (T+1))
     Psi_2 = A^2 c^(2-2alpha)           sum_{(2-2alpha)g + 1} / ((mu - 2/r) T (T+1))
@@ -31,16 +31,16 @@ def convex_bound(
     synchronised: bool = False,
     printed: bool = False,
 ) -> dict[str, float]:
-    """The four terms and their total.
+    """Return the four terms and their total.
 
     Args:
-        T: local steps in all.
-        z: local steps of a round.
-        alpha: the moment that the noise has.
+        T: local steps of the whole run.
+        z: local steps per round.
+        alpha: the order of the finite moment of the noise.
         exponent: g, of the threshold.
         constants: mu, L, M, B, r and c.
-        synchronised: for the average over the ends of rounds alone.
-        printed: the terms as the paper states them.
+        synchronised: bound the average over the ends of rounds only.
+        printed: return the terms as the paper states them.
 
     Examples:
         >>> constants = {"mu": 1.0, "L": 1.0, "M": 1.0, "B": 0.0, "r": 4.0, "c": 1.0}
@@ -49,36 +49,37 @@ def convex_bound(
     """
     _check(T, z, constants, synchronised)
     mu, L, M, B, r, c = (float(constants[name]) for name in ("mu", "L", "M", "B", "r", "c"))
-    a, g, u, rest = alpha, exponent, (z + 1) / 2, mu - 2 / r
+    a, g, u, margin = alpha, exponent, (z + 1) / 2, mu - 2 / r
     A = (1.0 if printed else 2 ** (a - 1)) * (M**a + B**a)
     weights = {
         "Psi_1": r * c**2,
-        "Psi_2": A**2 * c ** (2 - 2 * a) / rest,
-        "Psi_3": (1 if printed else 2) * c ** (2 - a) * r * z * u * A * L / rest,
-        "Psi_4": (r * c * z * u * L) ** 2 / rest,
+        "Psi_2": A**2 * c ** (2 - 2 * a) / margin,
+        "Psi_3": (1 if printed else 2) * c ** (2 - a) * r * z * u * A * L / margin,
+        "Psi_4": (r * c * z * u * L) ** 2 / margin,
     }
     powers = {"Psi_1": 2 * g, "Psi_2": (2 - 2 * a) * g + 1, "Psi_3": (2 - a) * g, "Psi_4": 2 * g - 1}
     if printed:
-        sums_of = {
+        sums = {
             "Psi_1": T ** (powers["Psi_1"] + 1) / (powers["Psi_1"] + 1),
             "Psi_2": (T ** (powers["Psi_2"] + 1) + 1) / powers["Psi_2"],
             "Psi_3": T ** (powers["Psi_3"] + 1) / (powers["Psi_3"] + 1),
             "Psi_4": (T ** (2 * g) + 1) / (2 * g),
         }
     else:
-        sums_of = {name: _sum(T, p) for name, p in powers.items()}
+        sums = {name: _sum(T, p) for name, p in powers.items()}
     factor = (T + 1) * z / (T - z) if synchronised else 1.0
-    terms = {name: factor * weights[name] * sums_of[name] / (T * (T + 1)) for name in weights}
+    terms = {name: factor * weights[name] * sums[name] / (T * (T + 1)) for name in weights}
     return {**terms, "total": math.fsum(terms.values())}
 
 
 def _sum(T: int, p: float) -> float:
-    """At least 1^p + ... + T^p, for p > -1: an integral, and the largest of the terms."""
-    whole = (T ** (p + 1) - 1) / (p + 1)
-    return float(whole + max(1.0, T**p))
+    """Return an upper bound of 1^p + ... + T^p for p > -1: an integral plus the largest of the terms."""
+    integral = (T ** (p + 1) - 1) / (p + 1)
+    return float(integral + max(1.0, T**p))
 
 
 def _check(T: int, z: int, constants: Mapping[str, float], synchronised: bool) -> None:
+    """Raise ValueError for arguments outside the assumptions of the theorem."""
     check_counts(T=T, z=z)
     for name, value in constants.items():
         zero_allowed = name in ("M", "B")  # without noise B is 0

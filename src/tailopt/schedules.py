@@ -1,10 +1,10 @@
-"""Settings that change over a run: a schedule is a factor on the algorithm's own setting.
+"""Settings that change during a run: a schedule is a factor on the setting of the algorithm.
 
     value at t  =  setting * factor(t)        t = 1, 2, ...
 
-`per="round"` counts rounds; `per="step"` counts a node's own local steps over the whole run. A plain function of the
-round may stand in place of a schedule; it returns the value itself, not a factor. Schedules are pure: any t, in any
-order, as often as one likes, so that a resumed run or another engine reads the same numbers.
+`per="round"` counts rounds; `per="step"` counts the local steps of a node over the whole run. A plain function of the
+round can replace a schedule; it returns the value itself, not a factor. Schedules are pure: they give the same numbers
+for any t in any order, so a resumed run and another engine read the same ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Setting: TypeAlias = float | Tensor | Mapping[str, float | Tensor]
 
 
 class Schedule(ABC):
-    """A factor that depends on time. Subclasses give `per` and `factor`; schedules of one kind multiply.
+    """A factor that depends on time. Subclasses define `per` and `factor`; those with equal `per` can be multiplied.
 
     Examples:
         >>> (warmup(4) * power(-0.5)).factor(4)
@@ -38,10 +38,10 @@ class Schedule(ABC):
 
     @abstractmethod
     def factor(self, t: int) -> float:
-        """What the setting is multiplied by at t = 1, 2, ...: finite and at least 0."""
+        """Return the factor on the setting at t = 1, 2, ...: finite and at least 0."""
 
     def __mul__(self, other: object) -> Schedule:
-        """Both factors, multiplied."""
+        """Return the schedule whose factor is the product of both."""
         if not isinstance(other, Schedule):
             return NotImplemented
         return Product(self, other)
@@ -51,7 +51,7 @@ Scheduled: TypeAlias = Schedule | Callable[[int], Setting]
 
 
 def power(exponent: float, per: Per = "round", shift: float = 0.0) -> Power:
-    """A power of t: factor(t) = ((t + shift) / (1 + shift)) ** exponent, which is 1 at t = 1.
+    """Return a power of t: factor(t) = ((t + shift) / (1 + shift)) ** exponent, which is 1 at t = 1.
 
     Args:
         exponent: negative decays, positive grows, 0 is constant.
@@ -66,9 +66,9 @@ def power(exponent: float, per: Per = "round", shift: float = 0.0) -> Power:
 
 
 def warmup(length: int, start: float = 0.0, per: Per = "round") -> Warmup:
-    """A straight line up to 1: factor(t) = start + (1 - start) * min(t / length, 1).
+    """Return a straight line up to 1: factor(t) = start + (1 - start) * min(t / length, 1).
 
-    The first round has start + (1 - start) / length, so that none is spent at 0; round `length` is the first at 1.
+    The first round has start + (1 - start) / length, so no round is spent at 0; round `length` is the first at 1.
 
     Examples:
         >>> [warmup(4).factor(t) for t in (1, 2, 4, 9)]
@@ -78,9 +78,9 @@ def warmup(length: int, start: float = 0.0, per: Per = "round") -> Warmup:
 
 
 def cosine(total: int, floor: float = 0.0, per: Per = "round") -> Cosine:
-    """Half a cosine: factor(t) = floor + (1 - floor) * (1 + cos(pi * min((t - 1) / total, 1))) / 2.
+    """Return half a cosine: factor(t) = floor + (1 - floor) * (1 + cos(pi * min((t - 1) / total, 1))) / 2.
 
-    torch's CosineAnnealingLR with T_max = total, except that it stays at `floor` once it is there.
+    This is torch's CosineAnnealingLR with T_max = total, except that it stays at `floor` once it has reached it.
 
     Examples:
         >>> [round(cosine(4).factor(t), 3) for t in (1, 2, 3, 4, 5)]
@@ -90,12 +90,12 @@ def cosine(total: int, floor: float = 0.0, per: Per = "round") -> Cosine:
 
 
 def from_torch(make: Callable[[torch.optim.Optimizer], LRScheduler], per: Per = "round") -> FromTorch:
-    """Any torch scheduler, driven on a learning rate of 1.
+    """Return the schedule of a torch scheduler, which runs on a learning rate of 1.
 
     Args:
-        make: builds the scheduler on the optimizer that it is given. Schedulers that wait for a metric
-            (ReduceLROnPlateau) are refused.
-        per: what one `scheduler.step()` stands for.
+        make: builds the scheduler for the optimizer that it receives. Schedulers that wait for a metric
+            (ReduceLROnPlateau) are rejected.
+        per: what one `scheduler.step()` counts.
 
     Examples:
         >>> halved = from_torch(lambda opt: torch.optim.lr_scheduler.StepLR(opt, step_size=10, gamma=0.5))
@@ -106,10 +106,10 @@ def from_torch(make: Callable[[torch.optim.Optimizer], LRScheduler], per: Per = 
 
 
 def value(schedule: Scheduled | None, base: Setting, t: int, setting: str = "setting") -> Setting:
-    """The setting at time t.
+    """Return the setting at time t.
 
     Args:
-        schedule: None leaves `base` as it is; a Schedule multiplies it; a plain function of t returns the value itself.
+        schedule: None leaves `base` unchanged; a Schedule multiplies it; a plain function of t returns the value.
         base: a number, a tensor, or a mapping from name patterns to either (every entry is scaled).
         t: 1, 2, ...
         setting: its name, for error messages.
@@ -122,9 +122,9 @@ def value(schedule: Scheduled | None, base: Setting, t: int, setting: str = "set
     if schedule is None:
         return base
     if not isinstance(schedule, Schedule):
-        found = schedule(t)
-        _check_setting(found, setting, t)
-        return found
+        result = schedule(t)
+        _check_setting(result, setting, t)
+        return result
     try:
         factor = schedule.factor(t)
     except OverflowError:  # t ** 400
@@ -134,15 +134,15 @@ def value(schedule: Scheduled | None, base: Setting, t: int, setting: str = "set
 
 
 def per(schedule: Scheduled | None) -> Per:
-    """What the schedule counts: rounds, unless it says steps. Plain functions count rounds."""
+    """Return what a schedule counts: "round" or "step". Plain functions count rounds."""
     return schedule.per if isinstance(schedule, Schedule) else "round"
 
 
 def check(schedules: object, known: Collection[str]) -> dict[str, Scheduled]:
-    """Schedules by setting, each for a setting that there is.
+    """Return schedules by setting; ValueError if the algorithm has no such setting.
 
     Args:
-        schedules: a mapping from settings to schedules or functions, something that has such a mapping as `.schedules`
+        schedules: a mapping from settings to schedules or functions, an object that has such a mapping as `.schedules`
             (what `theory` returns), or None for no schedules.
         known: the settings of the algorithm.
 
@@ -177,14 +177,14 @@ def check(schedules: object, known: Collection[str]) -> dict[str, Scheduled]:
 
 @dataclass(frozen=True)
 class Power(Schedule):
-    """`power`."""
+    """The result of `power`."""
 
     exponent: float
     per: Per = "round"
     shift: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what would not be finite."""
+        """Reject arguments whose factors would not be finite."""
         _check_per(self.per)
         if not math.isfinite(self.exponent):
             raise ValueError(f"Invalid exponent: got {self.exponent}; need a finite number.")
@@ -198,14 +198,14 @@ class Power(Schedule):
 
 @dataclass(frozen=True)
 class Warmup(Schedule):
-    """`warmup`."""
+    """The result of `warmup`."""
 
     length: int
     start: float = 0.0
     per: Per = "round"
 
     def __post_init__(self) -> None:
-        """Refuse an empty line, or one that begins above 1."""
+        """Reject a line without length, or one that begins above 1."""
         _check_per(self.per)
         check_counts(length=self.length)
         if not 0 <= self.start <= 1:
@@ -218,14 +218,14 @@ class Warmup(Schedule):
 
 @dataclass(frozen=True)
 class Cosine(Schedule):
-    """`cosine`."""
+    """The result of `cosine`."""
 
     total: int
     floor: float = 0.0
     per: Per = "round"
 
     def __post_init__(self) -> None:
-        """Refuse an empty curve, or one that rises."""
+        """Reject a curve without length, or one that rises."""
         _check_per(self.per)
         check_counts(total=self.total)
         if not 0 <= self.floor <= 1:
@@ -233,19 +233,19 @@ class Cosine(Schedule):
 
     def factor(self, t: int) -> float:
         """floor + (1 - floor) * (1 + cos(pi * min((t - 1) / total, 1))) / 2."""
-        way = min((check_time(t) - 1) / self.total, 1.0)
-        return self.floor + (1.0 - self.floor) * (1.0 + math.cos(math.pi * way)) / 2.0
+        progress = min((check_time(t) - 1) / self.total, 1.0)
+        return self.floor + (1.0 - self.floor) * (1.0 + math.cos(math.pi * progress)) / 2.0
 
 
 @dataclass(frozen=True)
 class Product(Schedule):
-    """Two schedules that count the same, multiplied."""
+    """The product of two schedules with equal `per`."""
 
     first: Schedule
     second: Schedule
 
     def __post_init__(self) -> None:
-        """Refuse to multiply rounds with steps."""
+        """Reject the product of a schedule of rounds and one of steps."""
         if self.first.per != self.second.per:
             raise ValueError(
                 f"Invalid product: one schedule counts {self.first.per}s, the other {self.second.per}s. "
@@ -254,23 +254,23 @@ class Product(Schedule):
         object.__setattr__(self, "per", self.first.per)
 
     def factor(self, t: int) -> float:
-        """Both factors, multiplied."""
+        """Return the product of both factors."""
         return self.first.factor(t) * self.second.factor(t)
 
 
 @dataclass(eq=False)
 class FromTorch(Schedule):
-    """`from_torch`."""
+    """The result of `from_torch`."""
 
     make: Callable[[torch.optim.Optimizer], LRScheduler]
     per: Per = "round"
-    # What the scheduler gave so far. It only goes forwards, and t may come in any order.
-    _seen: list[float] = field(init=False, repr=False)
+    # All factors so far: the scheduler can only step forwards, and t comes in any order.
+    _factors: list[float] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Build the scheduler once, so that what cannot work is refused before anything runs."""
+        """Build the scheduler once, so that one that cannot work is rejected before anything runs."""
         _check_per(self.per)
-        # With momentum, since OneCycleLR and CyclicLR ask for it; the one parameter never gets a gradient.
+        # With momentum, because OneCycleLR and CyclicLR need it; the only parameter never gets a gradient.
         self._optimizer = torch.optim.SGD([torch.zeros((), requires_grad=True)], lr=1.0, momentum=0.9)
         scheduler: Any = self.make(self._optimizer)
         if isinstance(scheduler, ReduceLROnPlateau):
@@ -285,19 +285,19 @@ class FromTorch(Schedule):
         if scheduler.optimizer is not self._optimizer:
             raise ValueError("Invalid scheduler: it drives another optimizer. Build it on the one that make is given.")
         self._scheduler = scheduler
-        self._seen = [self._rate()]
+        self._factors = [self._rate()]
 
     def factor(self, t: int) -> float:
-        """The learning rate after t - 1 steps of the scheduler."""
+        """Return the learning rate after t - 1 steps of the scheduler."""
         check_time(t)
-        while len(self._seen) < t:
-            self._optimizer.step()  # torch warns of a scheduler that is stepped before its optimizer
+        while len(self._factors) < t:
+            self._optimizer.step()  # torch warns if a scheduler steps before its optimizer
             self._scheduler.step()
-            self._seen.append(self._rate())
-        return self._seen[t - 1]
+            self._factors.append(self._rate())
+        return self._factors[t - 1]
 
     def __reduce__(self) -> tuple[type[FromTorch], tuple[Any, Per]]:
-        """Copies are built anew: what was seen can be seen again."""
+        """Build copies from `make`: torch's schedulers need not be copyable, and the factors can be computed again."""
         return FromTorch, (self.make, self.per)
 
     def _rate(self) -> float:
@@ -309,9 +309,9 @@ def check_time(t: int) -> int:
     return whole_number("t", t, low=1, hint="Rounds and steps count from 1.")
 
 
-def _check_per(found: str) -> None:
-    if found not in get_args(Per):
-        raise ValueError(f"Invalid per: got {found!r}; need 'round' or 'step'.")
+def _check_per(unit: str) -> None:
+    if unit not in get_args(Per):
+        raise ValueError(f"Invalid per: got {unit!r}; need 'round' or 'step'.")
 
 
 def _check_number(number: object, setting: str, t: int, what: str = "value") -> None:
@@ -321,18 +321,18 @@ def _check_number(number: object, setting: str, t: int, what: str = "value") -> 
         raise ValueError(f"Invalid schedule of {setting} at t={t}: {what} {number}; need a finite number >= 0.")
 
 
-def _check_setting(found: object, setting: str, t: int) -> None:
-    """What a plain function returned: numbers, tensors, or a mapping to them."""
-    if isinstance(found, Mapping):
-        for pattern, entry in found.items():
+def _check_setting(result: object, setting: str, t: int) -> None:
+    """Check what a plain function returned: a number, a tensor, or a mapping to them."""
+    if isinstance(result, Mapping):
+        for pattern, entry in result.items():
             _check_setting(entry, f"{setting}[{pattern!r}]", t)
-    elif isinstance(found, Tensor):
+    elif isinstance(result, Tensor):
         # On a device the check would wait for it; there the clipping operators assert without a synchronisation.
-        if found.device.type == "cpu" and not bool(((found >= 0) & found.isfinite()).all()):
-            worst = found[~((found >= 0) & found.isfinite())].flatten()[0].item()
-            raise ValueError(f"Invalid schedule of {setting} at t={t}: value {worst}; need finite numbers >= 0.")
+        if result.device.type == "cpu" and not bool(((result >= 0) & result.isfinite()).all()):
+            wrong = result[~((result >= 0) & result.isfinite())].flatten()[0].item()
+            raise ValueError(f"Invalid schedule of {setting} at t={t}: value {wrong}; need finite numbers >= 0.")
     else:
-        _check_number(found, setting, t)
+        _check_number(result, setting, t)
 
 
 def _scaled(base: Setting | str, factor: float, setting: str, t: int) -> Setting:
@@ -342,8 +342,8 @@ def _scaled(base: Setting | str, factor: float, setting: str, t: int) -> Setting
     if isinstance(base, Tensor):
         return base * factor
     if isinstance(base, str):  # "auto"
-        raise ValueError(f"Invalid schedule of {setting}: {base!r} is no number to scale. Leave one of them out.")
-    if math.isinf(base) and base > 0 < factor:  # no upper threshold, at any time
+        raise ValueError(f"Invalid schedule of {setting}: {base!r} cannot be scaled. Leave one of them out.")
+    if math.isinf(base) and base > 0 < factor:  # an upper threshold of inf clips nothing, at any time
         return base
     product = base * factor
     _check_number(product, setting, t)
