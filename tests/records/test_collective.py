@@ -15,7 +15,6 @@ from torch import Tensor
 from tailopt.records import checkpoints, collective
 from tailopt.records.checkpoints import DamagedCheckpoint, digest, list_checkpoints, load
 from tailopt.records.collective import ElementRange, begin, discard, finish, write
-from tailopt.records.pytree import pack, tensor_names
 
 
 def cut(tensors: dict[str, Tensor], cuts: list[int]) -> list[dict[str, ElementRange]]:
@@ -119,19 +118,3 @@ def test_a_folder_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(collective, "FOLDER_TIMEOUT_S", 0.1)
     with pytest.raises(FileNotFoundError, match="Give a run folder that all nodes share"):
         write(tmp_path / "elsewhere" / ".round", 1, 2, {}, {}, {})
-
-
-def test_the_end_of_a_round_outlives_the_middles(tmp_path: Path) -> None:
-    for round, step in ((1, None), (2, None), (2, 1), (2, 2), (2, 3)):
-        checkpoints.save(tmp_path, round, {}, step=step)
-    checkpoints.prune(tmp_path, 2)
-    assert [checkpoints.moment(path) for path in list_checkpoints(tmp_path)] == [(2, 0), (2, 2), (2, 3)]
-    checkpoints.rewind(tmp_path, 2, 2)
-    assert [checkpoints.moment(path) for path in list_checkpoints(tmp_path)] == [(2, 0), (2, 2)]
-    checkpoints.rewind(tmp_path, 2)
-    assert [checkpoints.moment(path) for path in list_checkpoints(tmp_path)] == [(2, 0)]
-
-
-def test_the_tensors_of_a_packed_state() -> None:
-    tensors, packed = pack({"a": (torch.ones(1), 2), 0: [torch.ones(2), {"b": torch.ones(3)}]})
-    assert sorted(tensor_names(packed)) == sorted(tensors) and len(tensors) == 3

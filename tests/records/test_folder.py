@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-import platform
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-import tailopt
 from tailopt.records import disk
-from tailopt.records.environment import environment
 from tailopt.records.folder import Run, is_run
 
 CONFIG = {"algorithm": "bi2clip", "ilr": 0.5, "rounds": 60, "schedules": {"i_u": [1e-4, 0.25]}, "clip": math.inf}
@@ -75,50 +67,6 @@ def test_an_empty_folder_and_one_that_a_kill_left_are_taken(tmp_path: Path) -> N
 def test_what_is_no_run_is_not_opened(tmp_path: Path, name: str) -> None:
     with pytest.raises(FileNotFoundError, match=r"is not a run folder: it has no config\.toml"):
         Run.open(tmp_path / name)
-
-
-def test_settings_without_a_value_are_left_out(tmp_path: Path) -> None:
-    run = Run.create(tmp_path, {"device": None, "betas": (0.9, 0.99), "inner": {"u": None, "d": 0}}, {})
-    assert run.config == {"betas": [0.9, 0.99], "inner": {"d": 0}}
-
-
-values = st.recursive(
-    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=40, deadline=None)  # each waits for the disk
-@given(st.dictionaries(st.text(), values, max_size=4))
-def test_settings_come_back(tmp_path_factory: pytest.TempPathFactory, config: dict[str, Any]) -> None:
-    run = Run.create(tmp_path_factory.mktemp("run"), config, {})
-    assert json.dumps(run.config, sort_keys=True) == json.dumps(config, sort_keys=True)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"a": {"loss": print}}, r"config\.a\.loss is a builtin_function_or_method"),
-        ({"a": [1, None]}, r"config\.a\[1\] is a NoneType"),
-        ({"a": {1: 2}}, r"config\.a has the key 1, an int"),
-    ],
-)
-def test_settings_that_toml_has_not_are_refused_before_anything_is_made(
-    tmp_path: Path, config: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(TypeError, match=message):
-        Run.create(tmp_path / "run", config, {})
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("package", ["tomli_w", "tomllib" if sys.version_info >= (3, 11) else "tomli"])
-def test_a_missing_package_is_named_with_the_command_that_installs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf"Run folders need {package}: .*pip install "):
-        Run.create(tmp_path / "run", {"a": 1}, {})
 
 
 def test_rewind_and_go_on(run: Run) -> None:
@@ -181,16 +129,6 @@ def test_the_log_keeps_words(run: Run) -> None:
         r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  begun\n\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ended, π\n",
         (run.path / "log.txt").read_text(encoding="utf-8"),
     )
-
-
-def test_the_environment_is_this_one(tmp_path: Path) -> None:
-    facts = environment()
-    assert facts["python"] == platform.python_version()
-    assert facts["torch"] == torch.__version__ and facts["tailopt"] == tailopt.__version__
-    assert facts["threads"] == torch.get_num_threads() and facts["processor"] and facts["instruction_set"]
-    assert (facts["cuda"] is not None) == torch.cuda.is_available()
-    run = Run.create(tmp_path / "run", {}, facts)
-    assert run.environment == facts == json.loads((run.path / "environment.json").read_text())
 
 
 def test_a_row_that_did_not_fit_can_be_written_again(run: Run) -> None:

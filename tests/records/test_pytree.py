@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tailopt.records import history
 from tailopt.records.checkpoints import pack, unpack
+from tailopt.records.pytree import tensor_names
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.integers(0, 9).map(torch.tensor)
 keys = st.text() | st.integers() | st.booleans() | st.none() | st.sampled_from(["$tensor", "$tuple", "$dict", "$float"])
@@ -103,3 +104,8 @@ def test_a_tensor_that_is_not_there_is_named() -> None:
     _, rest = pack({"w": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"has a tensor 'state\.w'; the tensors are 'other'"):
         unpack({"other": torch.zeros(1)}, rest)
+
+
+def test_the_tensors_of_a_packed_state() -> None:
+    tensors, packed = pack({"a": (torch.ones(1), 2), 0: [torch.ones(2), {"b": torch.ones(3)}]})
+    assert sorted(tensor_names(packed)) == sorted(tensors) and len(tensors) == 3

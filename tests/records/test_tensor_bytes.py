@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tailopt.records.tensor_bytes import dtype_from_name, dtype_name, tensor_bytes, tensor_sha256
+from tailopt.records.tensor_bytes import digest, dtype_from_name, dtype_name, tensor_bytes, tensor_sha256
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,19 @@ def test_names_of_dtypes() -> None:
         assert dtype_from_name(dtype_name(dtype)) == dtype
     with pytest.raises(ValueError, match="'nn' is not a tensor dtype"):
         dtype_from_name("nn")
+
+
+def test_digests_tell_everything_apart() -> None:
+    w = torch.tensor([1.0, 0.0])
+    different = [
+        {"w": w},
+        {"v": w},
+        {"w": -w},
+        {"w": w.view(1, 2)},
+        {"w": w.view(torch.int32)},
+        {"w": w[:1], "x": w[1:]},
+        {"w": w, "x": torch.zeros(0)},
+        {},
+    ]
+    assert len({digest(one) for one in different}) == len(different)
+    assert digest({"a": w, "b": -w}) == digest({"b": -w, "a": w})

@@ -1,1 +1,13 @@
-"""What a run leaves behind: its folder, its history, its checkpoints."""
+"""What a run leaves behind: its folder, its history, its checkpoints. In reading order:
+
+    folder.py               a run folder: create, open, append rows, resume
+    config_file.py          config.toml: settings as text, and how two configurations differ
+    identity.py             run.json: which run a folder holds, and which changes of its settings were accepted
+    lock.py                 lock.json: one writer per folder
+    history.py, ledger.py   rows as JSON lines, and the chain of digests that protects them
+    checkpoints.py          save and load; checkpoint_folders.py names and orders them, manifest.py describes them
+    collective.py           a checkpoint that several processes write
+    model_check.py          whether a checkpoint fits a model
+    pytree.py               nested state as named tensors and plain values
+    safetensors_io.py, tensor_bytes.py, checked_json.py, disk.py    files, bytes, digests, atomic writes
+"""

@@ -1,7 +1,8 @@
-"""Who has which data, and in what order a node reads it.
+"""Which node has which data, and in what order it reads them.
 
-`iid`, `dirichlet`, `power_law` and `by_source` part the samples of one dataset among nodes; `subsets` makes datasets of
-the parts; `sample_weights` gives the weights of nodes of unequal size; `NodeData` is one node's stream of batches.
+`iid`, `dirichlet`, `power_law` and `by_source` split the samples of one dataset among nodes; `subsets` turns the parts
+into datasets; `sample_weights` returns the weights of nodes of unequal size; `NodeData` is the stream of batches of one
+node.
 """
 
 from tailopt.splits.loaders import NodeData, node_data, sample_weights
