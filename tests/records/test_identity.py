@@ -11,9 +11,9 @@ import pytest
 import tailopt
 from tailopt.records import checkpoints, history
 from tailopt.records.checked_json import DamagedRecord
-from tailopt.records.config_file import config_digest
 from tailopt.records.folder import Run, accept_config
 from tailopt.records.identity import OtherRun
+from tailopt.records.run_config import config_digest
 from tests.records.old_runs import simulated
 
 

@@ -15,9 +15,9 @@ from tailopt.cli.config_file import sections_of_run_folder
 from tailopt.cli.overrides import Overrides
 from tailopt.cli.tables import format_cell, print_table
 from tailopt.figures.style import look, pyplot
-from tailopt.records.config_file import CONFIG
 from tailopt.records.folder import ENVIRONMENT, Run, is_run
 from tailopt.records.identity import RUN
+from tailopt.records.run_config import CONFIG
 from tailopt.tasks.table import TASKS, task
 
 EXAMPLE = """\

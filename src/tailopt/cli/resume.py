@@ -12,8 +12,8 @@ from tailopt.cli.config_file import sections
 from tailopt.cli.configuration import resolve
 from tailopt.cli.overrides import Overrides
 from tailopt.cli.run import simulate_into
-from tailopt.records.config_file import CONFIG, describe_difference, parse_config
 from tailopt.records.folder import Run, accept_config, is_run
+from tailopt.records.run_config import CONFIG, describe_difference, parse_config
 
 EXAMPLE = """\
   tailopt run --task syntoken --algorithm avg-biclip --ilr 0.5 --i_u 0.1 --i_d 0.01 --rounds 10 --out runs/first

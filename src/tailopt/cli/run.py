@@ -19,9 +19,9 @@ from tailopt.cli.setting_names import SECTIONS, section_keys
 from tailopt.cli.tables import format_cell
 from tailopt.distributed.training import DIGESTS
 from tailopt.engines.simulate import simulate
-from tailopt.records.config_file import CONFIG
 from tailopt.records.folder import ENVIRONMENT, HISTORY, LOG, TIMES, Run, is_run
 from tailopt.records.identity import RUN
+from tailopt.records.run_config import CONFIG
 
 # Options of the command itself, with whether a value follows; every other --name is a setting.
 OPTIONS = {"--out": True, "--quiet": False, "--help": False}

@@ -28,9 +28,9 @@ from tailopt.distributed.rank_group import RankGroup
 from tailopt.distributed.shared_state import OtherNodes, merged_meta, read, shared_of
 from tailopt.records import checkpoints, collective, history
 from tailopt.records.checkpoints import DamagedCheckpoint, Snapshot
-from tailopt.records.config_file import storable
 from tailopt.records.folder import HISTORY, Run, is_run, open_run
 from tailopt.records.pytree import pack
+from tailopt.records.run_config import storable
 from tailopt.rounds.settle import EveryoneExcluded
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from tailopt.distributed.trained_parameters import TrainedParameters, named_para
 from tailopt.distributed.transport import Transport
 from tailopt.engines.model_state import Buffers, as_real
 from tailopt.engines.simulate import algorithm_config
-from tailopt.records.config_file import storable
+from tailopt.records.run_config import storable
 from tailopt.rounds import robust
 from tailopt.rounds.drops import DROPPED
 from tailopt.rounds.guard import Bound

@@ -20,8 +20,8 @@ from tailopt.engines.engine import Evaluate
 from tailopt.engines.loop import Loop, Reporting
 from tailopt.engines.model_state import ModelState, trainable
 from tailopt.engines.sequential import PRECISIONS, LocalTraining, Sequential
-from tailopt.records.config_file import storable
 from tailopt.records.folder import open_run
+from tailopt.records.run_config import storable
 from tailopt.rounds import robust
 from tailopt.rounds.drops import Loss
 from tailopt.rounds.hyperparameters import AlgorithmHyperparameters

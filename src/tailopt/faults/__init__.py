@@ -1,9 +1,11 @@
-"""Fault injection for tests. Faults hook into public objects; production code contains no test flags.
+"""Fault injection for tests.
 
-injection.py     faults of one node, in rounds of one's choice
-small_disk.py    a disk that can be full
-network.py       nodes whose cables can be pulled
-namespaces.py    the Linux namespaces of both
+Faults hook into public objects; production code contains no test flags.
+
+    injection.py     faults of one node, in rounds of one's choice
+    small_disk.py    a disk that can be full
+    network.py       nodes whose cables can be pulled
+    namespaces.py    the Linux namespaces of both
 """
 
 from tailopt.faults.injection import (

@@ -1,7 +1,9 @@
-"""What a run leaves behind: its folder, its history, its checkpoints. In reading order:
+"""What a run leaves behind: its folder, its history, its checkpoints.
+
+In reading order:
 
     folder.py               a run folder: create, open, append rows, resume
-    config_file.py          config.toml: settings as text, and how two configurations differ
+    run_config.py           config.toml: settings as text, and how two configurations differ
     identity.py             run.json: which run a folder holds, and which changes of its settings were accepted
     lock.py                 lock.json: one writer per folder
     history.py, ledger.py   rows as JSON lines, and the chain of digests that protects them

@@ -1,6 +1,6 @@
 """A run folder: the settings of a run, where it ran, and its results.
 
-    run/  config.toml           the settings; a folder is a run if it has this file; see `config_file.py`
+    run/  config.toml           the settings; a folder is a run if it has this file; see `run_config.py`
           run.json              the run's id, and config.toml as it was written; see `identity.py`
           config-changes.jsonl  accepted changes of config.toml, if there were any
           environment.json      versions, processor, devices; see `environment.py`
@@ -29,15 +29,6 @@ from typing import Any
 
 from tailopt.records import checkpoints, disk, history
 from tailopt.records.checked_json import DamagedRecord
-from tailopt.records.config_file import (
-    CONFIG,
-    as_stored,
-    config_digest,
-    config_text,
-    describe_difference,
-    parse_config,
-    to_toml,
-)
 from tailopt.records.environment import environment
 from tailopt.records.identity import (
     CHANGES,
@@ -56,6 +47,15 @@ from tailopt.records.identity import (
 )
 from tailopt.records.ledger import Chain, Ledger, Stamp
 from tailopt.records.lock import LOCK, Lock
+from tailopt.records.run_config import (
+    CONFIG,
+    as_stored,
+    config_digest,
+    config_text,
+    describe_difference,
+    parse_config,
+    to_toml,
+)
 
 ENVIRONMENT, HISTORY, TIMES, LOG = "environment.json", "history.jsonl", "times.jsonl", "log.txt"
 # What `create` writes before config.toml: alone in a folder, these files are what a kill left of it.

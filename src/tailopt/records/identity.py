@@ -26,7 +26,8 @@ from uuid import uuid4
 
 from tailopt.records import checkpoints, disk, history
 from tailopt.records.checked_json import DamagedRecord, read_verified, stored_digest, with_digest
-from tailopt.records.config_file import (
+from tailopt.records.ledger import Chain, Stamp
+from tailopt.records.run_config import (
     CONFIG,
     by_dotted_name,
     config_digest,
@@ -35,7 +36,6 @@ from tailopt.records.config_file import (
     difference,
     parse_config,
 )
-from tailopt.records.ledger import Chain, Stamp
 
 RUN, CHANGES, SEAL = "run.json", "config-changes.jsonl", "history.seal.json"
 FORMAT = 1

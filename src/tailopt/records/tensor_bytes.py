@@ -1,9 +1,11 @@
 """Tensors as bytes: the form in which they are written and compared.
 
-dense_cpu_tensors   detached, contiguous tensors on the CPU; anything without plain bytes is rejected
-tensor_bytes        the memory of such a tensor, not copied
-tensor_sha256       the digest of one tensor's bytes
-digest              one digest for a dict of tensors: names, types, shapes and bytes
+    dense_cpu_tensors   detached, contiguous tensors on the CPU; anything without plain bytes is rejected
+    tensor_bytes        the memory of such a tensor, not copied
+    tensor_sha256       the digest of one tensor's bytes
+    digest              one digest for a dict of tensors: names, types, shapes and bytes
+
+Digests depend on neither device nor strides.
 """
 
 from __future__ import annotations

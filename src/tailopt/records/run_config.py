@@ -1,9 +1,11 @@
 """config.toml: how the settings of a run are stored, read, and compared.
 
-storable      any setting -> what TOML can hold: tensors as lists, functions by name
-to_toml       settings -> text; a setting that TOML cannot hold raises an error that names it
-parse_config  text -> settings
-difference    two sets of settings -> [dotted name, before, after] for each that differs
+    storable      any setting -> what TOML can hold: tensors as lists, functions by name
+    to_toml       settings -> text; a setting that TOML cannot hold raises an error that names it
+    parse_config  text -> settings
+    difference    two sets of settings -> [dotted name, before, after] for each that differs
+
+`identity.py` knows whether the file is still the one that was written.
 """
 
 from __future__ import annotations

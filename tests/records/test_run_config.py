@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailopt.records.config_file import (
+from tailopt.records.folder import Run
+from tailopt.records.run_config import (
     as_stored,
     by_dotted_name,
     describe_difference,
@@ -19,7 +20,6 @@ from tailopt.records.config_file import (
     parse_config,
     to_toml,
 )
-from tailopt.records.folder import Run
 
 
 def test_settings_without_a_value_are_left_out(tmp_path: Path) -> None:
