@@ -136,7 +136,7 @@ def test_a_run_stays_below_it() -> None:
         ({"B": math.nan}, "Invalid B: nan"),
         ({"c": "1"}, "Invalid c: '1'; need 0 < c < inf"),
         ({"r": 2.0}, r"Invalid r: 2\.0; need r > 2/mu = 2\."),
-        ({"z": 0}, "Invalid z: got 0; need a whole number"),
+        ({"z": 0}, "Invalid z: 0; need a whole number"),
         ({"z": 1000, "synchronised": True}, r"Invalid T: 1000; .* T > z=1000\."),
     ],
 )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from tailopt.arguments import check_counts, is_number, whole_number
+from tailopt.arguments import is_number, whole_number
 
 Per: TypeAlias = Literal["round", "step"]
 Setting: TypeAlias = float | Tensor | Mapping[str, float | Tensor]
@@ -207,7 +207,7 @@ class Warmup(Schedule):
     def __post_init__(self) -> None:
         """Reject a line without length, or one that begins above 1."""
         _check_per(self.per)
-        check_counts(length=self.length)
+        whole_number("length", self.length, low=1)
         if not 0 <= self.start <= 1:
             raise ValueError(f"Invalid start: got {self.start}; need 0 <= start <= 1.")
 
@@ -227,7 +227,7 @@ class Cosine(Schedule):
     def __post_init__(self) -> None:
         """Reject a curve without length, or one that rises."""
         _check_per(self.per)
-        check_counts(total=self.total)
+        whole_number("total", self.total, low=1)
         if not 0 <= self.floor <= 1:
             raise ValueError(f"Invalid floor: got {self.floor}; need 0 <= floor <= 1.")
 
