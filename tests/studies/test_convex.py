@@ -107,7 +107,8 @@ def test_claims_are_judged_by_the_figures() -> None:
         cells = {}
         for noise in convex.FIGURE_1:
             for name in convex.HEADLINE:
-                errors = [(biclip if name == "avg-biclip" else sizes[name]) * s for s in (1.0, 2.0, 3.0)]
+                size = 1.0 if noise == "no noise" else biclip if name == "avg-biclip" else sizes[name]
+                errors = [size * s for s in (1.0, 2.0, 3.0)]
                 result = CellResult("syntoken", noise, name, {"10": HorizonResult({}, errors, [])})
                 cells[ConvexCell("syntoken", noise, name)] = result
         plan = ConvexPlan(("syntoken",), convex.FIGURE_1, convex.HEADLINE, horizons=(10,), fresh=(0, 1, 2))
