@@ -154,7 +154,12 @@ def test_gradients(parts: dict[str, str], tmp_path: Path) -> None:
         assert cell["99.9 %"] <= 1e-4 * (1 + 1e-6)  # the upper threshold
     assert_unjudged(out)
     assert (out / "gradients.png").stat().st_size > 5000
-    claim = gradients.judge(found)
+    shapes = {
+        row: [gradients.NoiseShape(c["skewness"], c["kurtosis"], c["median"], c["99.9 %"]) for c in cells]
+        for row, cells in found["rows"].items()
+    }
+    plan = gradients.GradientsPlan(TaskSpec("glue/mnli"))
+    claim = gradients.evaluate_claim(gradients.GradientsResults(plan, shapes))
     assert claim.verdict == "cannot tell" and "the paper's figure has lengths" in claim.figures
 
 

@@ -10,7 +10,16 @@ import torch
 
 import tailopt
 from tailopt.studies import pretraining
-from tailopt.studies.pretraining import NESTED, REFERENCE, SMALL, Plan, data_parallel, mean_loss, summarise
+from tailopt.studies.pretraining import (
+    NESTED,
+    REFERENCE,
+    SMALL,
+    PretrainingCell,
+    PretrainingPlan,
+    data_parallel,
+    mean_loss,
+    summarise,
+)
 from tailopt.studies.study import StudyOptions
 from tests.studies.unjudged import assert_unjudged
 
@@ -28,14 +37,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def plan(folder: Path) -> Plan:
+def plan(folder: Path) -> PretrainingPlan:
     return replace(SMALL, data=str(folder), blocks=8, rounds=2, local_steps=3, budget=1, seeds=(0,), counts=(2, 4))
 
 
-def test_one_node_that_keeps_its_adamw_is_data_parallel_training(plan: Plan):
+def test_one_node_that_keeps_its_adamw_is_data_parallel_training(plan: PretrainingPlan):
     numbers = {"ilr": 3e-3, "ieps": 1e-8, "weight_decay": 0.01}
     problem = plan.task()
-    found = data_parallel(plan, problem, numbers, nodes=1, seed=0)
+    found = data_parallel(plan, problem, PretrainingCell(REFERENCE, 1, 0), numbers)
     result = tailopt.simulate(
         problem.model(0),
         tailopt.algorithm("avg-adamw", inner_state="keep", **numbers),
@@ -51,7 +60,7 @@ def test_one_node_that_keeps_its_adamw_is_data_parallel_training(plan: Plan):
     assert [row["metrics"]["loss"] for row in result.history] == pytest.approx(found, rel=1e-5)
 
 
-def test_data_parallel_training_goes_by_the_mean_gradient_of_the_nodes(plan: Plan):
+def test_data_parallel_training_goes_by_the_mean_gradient_of_the_nodes(plan: PretrainingPlan):
     problem = plan.task()
     model = problem.model(0)
     parts = [node[:2] for node in problem.nodes(0, 4)]
@@ -64,7 +73,7 @@ def test_data_parallel_training_goes_by_the_mean_gradient_of_the_nodes(plan: Pla
     assert float(mean_loss(problem, model, uneven).detach()) == pytest.approx(float(expected.detach()))
 
 
-def test_the_number_of_nodes_changes_no_token_of_a_step(plan: Plan):
+def test_the_number_of_nodes_changes_no_token_of_a_step(plan: PretrainingPlan):
     problem = plan.task()
     seen = []
     for nodes in plan.counts:
@@ -74,7 +83,7 @@ def test_the_number_of_nodes_changes_no_token_of_a_step(plan: Plan):
 
 
 def test_a_study_runs_and_a_second_one_goes_on_with_it(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plan: PretrainingPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     out = pretraining.run_plan(tmp_path / "out", plan)
     assert {path.name for path in out.iterdir()} >= {"table.md", "results.json", "pretraining.png", "cells.jsonl"}
@@ -89,9 +98,9 @@ def test_a_study_runs_and_a_second_one_goes_on_with_it(
     again: list[tuple[str, int]] = []
     real = pretraining.trained
 
-    def counting(plan: Plan, name: str, numbers: object, nodes: int, seed: int, judge: str) -> list[float]:
-        again.append((name, nodes))
-        return real(plan, name, numbers, nodes, seed, judge)  # type: ignore[arg-type]
+    def counting(plan: PretrainingPlan, cell: PretrainingCell, settings: object, split: str) -> list[float]:
+        again.append((cell.algorithm, cell.nodes))
+        return real(plan, cell, settings, split)  # type: ignore[arg-type]
 
     monkeypatch.setattr(pretraining, "trained", counting)
     record = out / "cells.jsonl"
@@ -102,33 +111,32 @@ def test_a_study_runs_and_a_second_one_goes_on_with_it(
     assert (out / "table.md").read_text(encoding="utf-8") == table
 
 
-def test_a_quick_study_ranks_nothing(plan: Plan, tmp_path: Path):
+def test_a_quick_study_ranks_nothing(plan: PretrainingPlan, tmp_path: Path):
     plan = replace(plan, algorithms=("diloco",))
     out = pretraining.run_plan(tmp_path / "out", plan, progress=False, judge=False)
     assert_unjudged(out)
     assert "by gap:" not in (out / "table.md").read_text(encoding="utf-8")
 
 
-def test_gaps_are_percents_of_the_reference_with_the_same_nodes_and_seed(plan: Plan):
+def test_gaps_are_percents_of_the_reference_with_the_same_nodes_and_seed(plan: PretrainingPlan):
     plan = replace(plan, algorithms=("diloco",), counts=(2,), seeds=(0, 1))
-    found = {
-        (REFERENCE, 2, 0): [3.0, 2.0],
-        (REFERENCE, 2, 1): [3.0, 4.0],
-        ("diloco", 2, 0): [3.0, 2.2],
-        ("diloco", 2, 1): [3.0, math.inf],
+    curves = {
+        PretrainingCell(REFERENCE, 2, 0): [3.0, 2.0],
+        PretrainingCell(REFERENCE, 2, 1): [3.0, 4.0],
+        PretrainingCell("diloco", 2, 0): [3.0, 2.2],
+        PretrainingCell("diloco", 2, 1): [3.0, math.inf],
     }
-    results = summarise(plan, {REFERENCE: {}, "diloco": {}}, found)
-    (row,) = [row for row in results["rows"] if row["algorithm"] == "diloco"]
-    assert row["gaps"] == pytest.approx([10.0, math.inf])
+    results = summarise(plan, {REFERENCE: {}, "diloco": {}}, curves)
+    assert results.row("diloco", 2).gaps == pytest.approx([10.0, math.inf])
     assert "| diloco | inf | inf |" in pretraining.report(results)
 
 
-def test_blocks_that_cannot_be_dealt_out_are_refused(plan: Plan, tmp_path: Path):
+def test_blocks_that_cannot_be_dealt_out_are_refused(plan: PretrainingPlan, tmp_path: Path):
     with pytest.raises(ValueError, match=r"Invalid blocks: got 6; need a multiple of 4, the number of nodes"):
         pretraining.run_plan(tmp_path, replace(plan, blocks=6))
 
 
-def test_algorithms_without_ranges_are_refused(plan: Plan, tmp_path: Path):
+def test_algorithms_without_ranges_are_refused(plan: PretrainingPlan, tmp_path: Path):
     with pytest.raises(ValueError, match=r"Invalid algorithms: got 'avg-sgd'; need some of diloco, adam2"):
         pretraining.run_plan(tmp_path, replace(plan, algorithms=("diloco", "avg-sgd")))
 

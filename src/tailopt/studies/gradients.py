@@ -4,16 +4,15 @@
     row 2  bi2clip   minibatch gradients            row 4  adam2    the nodes' Adam steps, over the learning rate
 
 A fixed sample of coordinates is followed through every local step of every node. Noise is what is left of a coordinate
-when its mean over the round is taken away; skewness and excess kurtosis are over all of it (a normal law has 0 and 0).
+when its mean over the round is taken away; skewness and excess kurtosis are over all of it (a normal law has 0, 0).
 The paper's figure shows lengths, not signed coordinates, so these numbers cannot judge its claim.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,18 @@ from torch import Tensor
 from tailopt.algorithms import algorithm
 from tailopt.clipping.operators import biclip
 from tailopt.engines.simulate import simulate
-from tailopt.figures.style import pyplot
+from tailopt.figures.style import PALETTE, pyplot
 from tailopt.optional import missing
 from tailopt.paper import paper_settings
 from tailopt.progress import Progress
-from tailopt.records import disk
 from tailopt.seeds import generator
-from tailopt.studies.comparison import TaskSpec, slug
-from tailopt.studies.glue import labels
+from tailopt.studies.comparison import TaskSpec
+from tailopt.studies.glue import labels, task_spec
+from tailopt.studies.plots import save
 from tailopt.studies.protocol import Claim, claim_lines, decide
+from tailopt.studies.runner import as_json, write_results
 from tailopt.studies.study import StudyOptions, resolve_device
+from tailopt.studies.tables import markdown_table, settings_text
 
 SUMMARY = "gradients on MNLI before and after clipping, by round; minutes in the preset small"
 OPTIONS = ("task", "preset", "model", "data", "device")
@@ -42,16 +43,17 @@ OPTIONS = ("task", "preset", "model", "data", "device")
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     name: paper_settings(name, "mnli") for name in ("avg-sgd", "bi2clip", "adam2")
 }
+# kind of values -> colour of its histograms
 ROWS = {
-    "avg-sgd gradients": "#0072B2",
-    "bi2clip gradients": "#0072B2",
-    "bi2clip after BiClip": "#D55E00",
-    "adam2 steps / ilr": "#D55E00",
+    "avg-sgd gradients": PALETTE["blue"],
+    "bi2clip gradients": PALETTE["blue"],
+    "bi2clip after BiClip": PALETTE["vermillion"],
+    "adam2 steps / ilr": PALETTE["vermillion"],
 }
 
 
 @dataclass(frozen=True)
-class Plan:
+class GradientsPlan:
     """How much is followed: `coordinates` of the model through rounds * nodes * local_steps steps."""
 
     column: TaskSpec
@@ -59,37 +61,40 @@ class Plan:
     nodes: int = 10
     local_steps: int = 8
     coordinates: int = 20_000
-    batch_size: int | None = None  # None: the task's
+    batch_size: int | None = None  # None is the task's
     seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Local steps of one algorithm, over all nodes."""
+        return self.rounds * self.nodes * self.local_steps
 
 
 def run(out: Path, options: StudyOptions) -> Path:
     """Follow the gradients of three algorithms, and write table.md, results.json and gradients.png into `out`."""
     (label,) = labels(options.task or "MNLI")[:1]
-    preset = options.preset or "paper"
-    over = {key: value for key, value in (("pretrained", options.model), ("data", options.data)) if value}
-    column = TaskSpec(f"glue/{slug(label).replace('-', '')}", preset, over)
-    plan = Plan(column, local_steps=3) if options.small else Plan(column)
+    spec = task_spec(label, options)
+    plan = GradientsPlan(spec, local_steps=3) if options.small else GradientsPlan(spec)
     if options.quick:
-        plan = Plan(column, rounds=2, nodes=2, local_steps=2, coordinates=500, batch_size=2)
-    out.mkdir(parents=True, exist_ok=True)
+        plan = GradientsPlan(spec, rounds=2, nodes=2, local_steps=2, coordinates=500, batch_size=2)
     followed: dict[str, Followed] = {}
     with Progress(options.progress) as bar:
-        each = plan.rounds * plan.nodes * plan.local_steps
 
         def tick(name: str, steps: int) -> None:
-            bar.update(len(followed) * each + steps, len(SETTINGS) * each, name)
+            bar.update(len(followed) * plan.steps + steps, len(SETTINGS) * plan.steps, name)
 
         for name in SETTINGS:
             followed[name] = follow(plan, name, resolve_device(options.device), functools.partial(tick, name))
-    rows = seen(plan, followed)
-    found = summarise(plan, rows)
-    claims = None if options.quick else [judge(found)]
-    found["claim"] = asdict(claims[0]) if claims else None
-    disk.replace(out / "results.json", (json.dumps(found, indent=1) + "\n").encode())
-    disk.replace(out / "table.md", report(found, label, claims).encode())
-    draw(rows, label, out / "gradients.png")
+    values = values_by_round(plan, followed)
+    results = summarise(plan, values)
+    claims = None if options.quick else [evaluate_claim(results)]
+    written = {**results.as_json(), "claim": claims[0] if claims else None}
+    write_results(out, written, report(results, label, claims))
+    draw(values, label, out / "gradients.png")
     return out
+
+
+# --- Following the gradients ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -100,23 +105,23 @@ class Followed:
     weights: Tensor  # when the gradient was taken
 
 
-def follow(plan: Plan, name: str, device: str, tick: Callable[[int], None]) -> Followed:
+def follow(plan: GradientsPlan, name: str, device: str, tick: Callable[[int], None]) -> Followed:
     """The sampled coordinates of one simulation."""
     problem = plan.column.build("validation")
     model = problem.model(plan.seed).to(device)
-    kept = sample(model, plan.coordinates)
-    gradients: dict[str, list[Tensor]] = {key: [] for key in kept}
-    weights: dict[str, list[Tensor]] = {key: [] for key in kept}
+    sampled = sample(model, plan.coordinates)
+    gradients: dict[str, list[Tensor]] = {key: [] for key in sampled}
+    weights: dict[str, list[Tensor]] = {key: [] for key in sampled}
     steps = 0
 
     def hook(key: str) -> Callable[[Tensor], None]:
-        def look(p: Tensor) -> None:
-            where = kept[key].to(p.device)
+        def record(p: Tensor) -> None:
+            elements = sampled[key].to(p.device)
             assert p.grad is not None
-            gradients[key].append(p.grad.reshape(-1)[where].float().cpu())
-            weights[key].append(p.detach().reshape(-1)[where].float().cpu())
+            gradients[key].append(p.grad.reshape(-1)[elements].float().cpu())
+            weights[key].append(p.detach().reshape(-1)[elements].float().cpu())
 
-        return look
+        return record
 
     def loss(model: torch.nn.Module, batch: Any) -> Tensor:
         nonlocal steps
@@ -125,7 +130,7 @@ def follow(plan: Plan, name: str, device: str, tick: Callable[[int], None]) -> F
         return problem.loss(model, batch)
 
     for key, p in model.named_parameters():
-        if key in kept:
+        if key in sampled:
             p.register_post_accumulate_grad_hook(hook(key))
     simulate(
         model,
@@ -139,7 +144,7 @@ def follow(plan: Plan, name: str, device: str, tick: Callable[[int], None]) -> F
         progress=False,
         inplace=True,
     )
-    used = [key for key in kept if len(gradients[key]) == steps]  # a parameter that the loss never reaches has none
+    used = [key for key in sampled if len(gradients[key]) == steps]  # a parameter that the loss never reaches has none
     return Followed(*(torch.cat([torch.stack(rows[key]) for key in used], 1) for rows in (gradients, weights)))
 
 
@@ -147,7 +152,7 @@ def sample(model: torch.nn.Module, coordinates: int) -> dict[str, Tensor]:
     """Which elements of which trainable parameter are followed: a fixed choice, in proportion to the sizes.
 
     Examples:
-        >>> {key: len(where) for key, where in sample(torch.nn.Linear(9, 10), 10).items()}
+        >>> {key: len(elements) for key, elements in sample(torch.nn.Linear(9, 10), 10).items()}
         {'weight': 9, 'bias': 1}
     """
     sizes = {key: p.numel() for key, p in model.named_parameters() if p.requires_grad}
@@ -156,7 +161,7 @@ def sample(model: torch.nn.Module, coordinates: int) -> dict[str, Tensor]:
     return {key: torch.randint(n, (max(1, round(n * share)),), generator=source) for key, n in sizes.items()}
 
 
-def seen(plan: Plan, followed: Mapping[str, Followed]) -> dict[str, list[Tensor]]:
+def values_by_round(plan: GradientsPlan, followed: Mapping[str, Followed]) -> dict[str, list[Tensor]]:
     """Row of the figure -> round -> values [steps, coordinates]."""
     clipped = SETTINGS["bi2clip"]
     each = plan.nodes * plan.local_steps
@@ -167,12 +172,12 @@ def seen(plan: Plan, followed: Mapping[str, Followed]) -> dict[str, list[Tensor]
     gradients = followed["bi2clip"].gradients
     # a step is the way between two gradients of one node in one round
     weights = followed["adam2"].weights.unflatten(0, (plan.rounds * plan.nodes, plan.local_steps))
-    moved = weights.diff(dim=1).flatten(0, 1) / SETTINGS["adam2"]["ilr"]
+    adam_steps = weights.diff(dim=1).flatten(0, 1) / SETTINGS["adam2"]["ilr"]
     tables = (
         by_round(followed["avg-sgd"].gradients),
         by_round(gradients),
         by_round(biclip(gradients, clipped["i_u"], clipped["i_d"])),
-        by_round(moved, plan.nodes * (plan.local_steps - 1)),
+        by_round(adam_steps, plan.nodes * (plan.local_steps - 1)),
     )
     return dict(zip(ROWS, tables, strict=True))
 
@@ -189,8 +194,8 @@ def noise(values: Tensor) -> Tensor:
     return exact - exact.mean(0)
 
 
-def shape(values: Tensor) -> tuple[float, float]:
-    """Skewness and excess kurtosis."""
+def skewness_and_kurtosis(values: Tensor) -> tuple[float, float]:
+    """Skewness and excess kurtosis; a normal distribution has 0 and 0."""
     try:
         from scipy import stats
     except ImportError:
@@ -199,21 +204,49 @@ def shape(values: Tensor) -> tuple[float, float]:
     return float(stats.skew(flat)), float(stats.kurtosis(flat))
 
 
-def summarise(plan: Plan, rows: Mapping[str, Sequence[Tensor]]) -> dict[str, Any]:
+# --- What came out ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NoiseShape:
+    """One row of the figure in one round: the shape of the noise, and quantiles of the magnitudes."""
+
+    skewness: float
+    kurtosis: float
+    median: float
+    top: float  # the 99.9 % quantile
+
+    def as_json(self) -> dict[str, float]:
+        """As results.json has it."""
+        return {"99.9 %" if key == "top" else key: value for key, value in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class GradientsResults:
+    """rows: row of the figure -> its shapes by round."""
+
+    plan: GradientsPlan
+    rows: Mapping[str, list[NoiseShape]]
+
+    def as_json(self) -> dict[str, Any]:
+        """As results.json has it."""
+        rows = {row: [shape.as_json() for shape in shapes] for row, shapes in self.rows.items()}
+        return {"plan": as_json(self.plan), "settings": as_json(SETTINGS), "rows": rows}
+
+
+def summarise(plan: GradientsPlan, values: Mapping[str, Sequence[Tensor]]) -> GradientsResults:
     """Skewness and excess kurtosis of the noise, by row and round, and the magnitudes."""
-    found: dict[str, Any] = {"plan": asdict(plan), "settings": SETTINGS, "rows": {}}
-    for row, by_round in rows.items():
-        cells = []
-        for values in by_round:
-            skewness, kurtosis = shape(noise(values))
-            size = values.abs()[values != 0].double()
-            middle, top = (float(size.quantile(q)) if 0 < len(size) < 2**24 else math.nan for q in (0.5, 0.999))
-            cells.append({"skewness": skewness, "kurtosis": kurtosis, "median": middle, "99.9 %": top})
-        found["rows"][row] = cells
-    return found
+    return GradientsResults(plan, {row: [_shape(v) for v in by_round] for row, by_round in values.items()})
 
 
-def judge(found: Mapping[str, Any]) -> Claim:
+def _shape(values: Tensor) -> NoiseShape:
+    sizes = values.abs()[values != 0].double()
+    # torch.quantile takes at most 2^24 numbers
+    median, top = (float(sizes.quantile(q)) if 0 < len(sizes) < 2**24 else math.nan for q in (0.5, 0.999))
+    return NoiseShape(*skewness_and_kurtosis(noise(values)), median, top)
+
+
+def evaluate_claim(results: GradientsResults) -> Claim:
     """Claim 12: shown and never decided, because these statistics are not those of the paper's figure.
 
     Its fourth row has lengths of Adam's steps, which cannot be negative and so are skewed by nature; here are signed
@@ -221,12 +254,13 @@ def judge(found: Mapping[str, Any]) -> Claim:
     short tails too.
     """
 
-    def middle(row: str, what: str) -> float:
-        values = sorted(abs(cell[what]) for cell in found["rows"][row])
-        return float(values[len(values) // 2])
+    def middle(values: Iterable[float]) -> float:
+        ordered = sorted(map(abs, values))
+        return ordered[len(ordered) // 2]
 
-    before, after = (middle(row, "kurtosis") for row in ("bi2clip gradients", "bi2clip after BiClip"))
-    clipped, adam = (middle(row, "skewness") for row in ("bi2clip after BiClip", "adam2 steps / ilr"))
+    rows = results.rows
+    before, after = (middle(s.kurtosis for s in rows[r]) for r in ("bi2clip gradients", "bi2clip after BiClip"))
+    clipped, adam = (middle(s.skewness for s in rows[r]) for r in ("bi2clip after BiClip", "adam2 steps / ilr"))
     return decide(
         12,
         "BiClip turns the gradient noise into a bell-shaped distribution; Adam's is skewed.",
@@ -237,26 +271,29 @@ def judge(found: Mapping[str, Any]) -> Claim:
     )
 
 
-def report(found: Mapping[str, Any], label: str, claims: Sequence[Claim] | None) -> str:
+def report(results: GradientsResults, label: str, claims: Sequence[Claim] | None) -> str:
     """The study as a page."""
-    plan = found["plan"]
-    lines = [f"# Gradients on {label}", "", "Noise by round: skewness / excess kurtosis.", ""]
-    lines += ["| | " + " | ".join(f"round {t + 1}" for t in range(plan["rounds"])) + " |"]
-    lines += ["| --- |" + " ---: |" * plan["rounds"]]
-    for row, cells in found["rows"].items():
-        lines.append(f"| {row} | " + " | ".join(f"{c['skewness']:.2f} / {c['kurtosis']:.3g}" for c in cells) + " |")
-    lines += ["", "Magnitude of a coordinate: median / 99.9 % quantile.", ""]
-    lines += ["| | " + " | ".join(f"round {t + 1}" for t in range(plan["rounds"])) + " |"]
-    lines += ["| --- |" + " ---: |" * plan["rounds"]]
-    for row, cells in found["rows"].items():
-        lines.append(f"| {row} | " + " | ".join(f"{c['median']:.2g} / {c['99.9 %']:.2g}" for c in cells) + " |")
-    lines += [
+    plan = results.plan
+    head = ["", *(f"round {t + 1}" for t in range(plan.rounds))]
+    rows = results.rows.items()
+    shapes = [[row, *(f"{s.skewness:.2f} / {s.kurtosis:.3g}" for s in by_round)] for row, by_round in rows]
+    sizes = [[row, *(f"{s.median:.2g} / {s.top:.2g}" for s in by_round)] for row, by_round in rows]
+    lines = [
+        f"# Gradients on {label}",
         "",
-        f"- {plan['nodes']} nodes, {plan['local_steps']} local steps a round, {plan['coordinates']} coordinates "
-        f"followed, seed {plan['seed']}; model {plan['column']['settings'].get('pretrained', 'of the preset')!r}, "
-        f"preset {plan['column']['preset']}.",
+        "Noise by round: skewness / excess kurtosis.",
+        "",
+        *markdown_table(head, shapes, "lr"),
+        "",
+        "Magnitude of a coordinate: median / 99.9 % quantile.",
+        "",
+        *markdown_table(head, sizes, "lr"),
+        "",
+        f"- {plan.nodes} nodes, {plan.local_steps} local steps a round, {plan.coordinates} coordinates "
+        f"followed, seed {plan.seed}; model {plan.column.settings.get('pretrained', 'of the preset')!r}, "
+        f"preset {plan.column.preset}.",
         "- Settings: "
-        + "; ".join(f"{name} " + ", ".join(f"{k} {v:g}" for k, v in s.items()) for name, s in SETTINGS.items())
+        + "; ".join(f"{name} {settings_text(s, '{} {:g}')}" for name, s in SETTINGS.items())
         + ". The paper's best on MNLI, of roberta-base.",
         "- A coordinate whose gradient is exactly 0 (an embedding of a word that does not occur) is left out of the "
         "magnitudes and of the figure.",
@@ -267,13 +304,12 @@ def report(found: Mapping[str, Any], label: str, claims: Sequence[Claim] | None)
 
 
 def draw(rows: Mapping[str, Sequence[Tensor]], label: str, path: Path) -> None:
-    """Histograms of magnitudes, a row what is looked at, a column a round."""
-    plt = pyplot()
+    """Histograms of magnitudes, one row per kind of values, one column per round."""
     rounds = len(next(iter(rows.values())))
-    figure, axes = plt.subplots(
-        len(rows), rounds, figsize=(2.5 * rounds, 2.0 * len(rows) + 0.5), sharex="row", squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
+    inches = (2.5 * rounds, 2.0 * len(rows) + 0.5)
+    figure, axes = pyplot().subplots(
+        len(rows), rounds, figsize=inches, sharex="row", squeeze=False, layout="constrained"
+    )
     for line, (row, by_round) in zip(axes, rows.items(), strict=True):
         sizes = [values.abs()[values != 0].log10() for values in by_round]
         low = min(float(size.min()) if len(size) else 0.0 for size in sizes)
@@ -287,5 +323,4 @@ def draw(rows: Mapping[str, Sequence[Tensor]], label: str, path: Path) -> None:
     for axis in axes[-1]:
         axis.set_xlabel("log10 of the magnitude", fontsize=8)
     figure.suptitle(f"{label}: coordinates by magnitude; blue: gradients, red: what is applied", fontsize=10)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)

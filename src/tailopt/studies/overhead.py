@@ -1,23 +1,22 @@
-"""What the algorithms cost beside training: memory, traffic, time; measured on two real nodes, and by formula.
+"""What the algorithms cost besides training: memory, traffic, time; measured on two real nodes, and by formula.
 
     on a node    4 bytes for the copy of the start weights (a displacement is a difference), and the inner state
     outside      the outer state, once for all nodes: here every node holds its share of it
     traffic      a node sends and receives 4 bytes of displacement and 4 of weights, each times (N - 1) / N;
                  through a server it would be 4 up and 4 down. adam2's second moment comes on top, with the weights
 
-All per parameter, in fp32. Memory at its peak is what the process held at most above model and gradients.
+All per parameter, in fp32. Peak memory is what the process held at most above model and gradients.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import socket
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,14 @@ from tailopt.algorithms import ALGORITHMS, algorithm
 from tailopt.distributed.header import Header
 from tailopt.distributed.nested_optimizer import NestedOptimizer
 from tailopt.distributed.transport import Transport
-from tailopt.figures.style import pyplot
+from tailopt.figures.style import PALETTE, pyplot
 from tailopt.progress import Progress
-from tailopt.records import disk
+from tailopt.studies.plots import save
 from tailopt.studies.protocol import Claim, claim_lines, decide
+from tailopt.studies.runner import RECORD, Grid, older_file, run_grid, write_results
 from tailopt.studies.search_spaces import SPACES
 from tailopt.studies.study import StudyOptions
+from tailopt.studies.tables import markdown_table
 from tailopt.sweeps.search import draw_point
 from tailopt.sweeps.space import settings_at
 
@@ -42,55 +43,105 @@ SUMMARY = "memory, traffic and time of all algorithms, measured and by formula; 
 OPTIONS: tuple[str, ...] = ()
 
 NODES, ROUNDS, PARAMETERS = 2, 3, 4_000_000
-# bytes a parameter of a rule's state
+# bytes per parameter of a rule's state
 STATE = {"adagrad": 4, "rmsprop": 4, "adam": 8, "adamw": 8, "nesterov": 4}
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes per parameter: what is kept, and what a node sends and receives in a round."""
+
+    inner_state: float
+    start_weights: float
+    outer_state: float
+    sent: float
+    received: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What two real nodes measured; peak: bytes per parameter; outer_step_ms: the outer rule alone."""
+
+    bytes: Bytes
+    peak: float
+    outer_step_ms: float
+
+    def as_json(self) -> dict[str, float]:
+        """As the record has it."""
+        return {**_with_spaces(self.bytes), "peak": self.peak, "outer step, ms": self.outer_step_ms}
+
+    @classmethod
+    def decode(cls, value: Mapping[str, float]) -> Measured:
+        """From JSON."""
+        return cls(Bytes(*(value[name] for name in _COLUMNS)), value["peak"], value["outer step, ms"])
+
+
+_COLUMNS = tuple(field.name.replace("_", " ") for field in fields(Bytes))
+
+
+def _with_spaces(values: Bytes) -> dict[str, float]:
+    """By the names that tables and files use."""
+    return {name.replace("_", " "): value for name, value in asdict(values).items()}
+
+
+@dataclass(frozen=True)
+class OverheadRow:
+    """One algorithm, measured and by formula."""
+
+    algorithm: str
+    measured: Measured
+    formula: Bytes
+
+    @property
+    def state(self) -> float:
+        """Bytes per parameter that the rules keep."""
+        return self.measured.bytes.inner_state + self.measured.bytes.outer_state
+
+    def as_json(self) -> dict[str, Any]:
+        """As results.json has it."""
+        return {"algorithm": self.algorithm, **self.measured.as_json(), "formula": _with_spaces(self.formula)}
 
 
 def run(out: Path, options: StudyOptions) -> Path:
     """Measure every algorithm that is not in `out` yet, and write table.md, results.json and overhead.png there."""
-    out.mkdir(parents=True, exist_ok=True)
     parameters = 100_000 if options.quick else PARAMETERS
-    names = ("avg-biclip", "avg-adam", "adam2") if options.quick else tuple(ALGORITHMS)
-    rows = []
+    grid = Grid[str, Measured](
+        cells=("avg-biclip", "avg-adam", "adam2") if options.quick else tuple(ALGORITHMS),
+        key=lambda name: {"algorithm": name, "parameters": parameters},
+        measure=lambda name, report: measured(name, parameters),
+        encode=Measured.as_json,
+        decode=Measured.decode,
+        older=lambda name: older_file(out / "cells" / f"{name}-{parameters}.json"),
+    )
     with Progress(options.progress) as bar:
-        for number, name in enumerate(names, 1):
-            where = out / "cells" / f"{name}-{parameters}.json"
-            if not where.is_file():
-                where.parent.mkdir(exist_ok=True)
-                disk.replace(where, (json.dumps(measured(name, parameters)) + "\n").encode())
-            rows.append({"algorithm": name, **json.loads(where.read_text(encoding="utf-8")), "formula": formula(name)})
-            bar.update(number, len(names), name)
-    claims = None if options.quick else [judge(rows)]
-    found: dict[str, Any] = {"parameters": parameters, "nodes": NODES, "rows": rows}
-    found["claim"] = asdict(claims[0]) if claims else None
-    disk.replace(out / "results.json", (json.dumps(found, indent=1) + "\n").encode())
-    disk.replace(out / "table.md", report(found, claims).encode())
+        results = run_grid(grid, out / RECORD, bar)
+    rows = [OverheadRow(name, result, formula(name)) for name, result in results.items()]
+    claims = None if options.quick else [evaluate_claim(rows)]
+    written = {"parameters": parameters, "nodes": NODES, "rows": [row.as_json() for row in rows]}
+    write_results(out, {**written, "claim": claims[0] if claims else None}, report(rows, parameters, claims))
     draw(rows, out / "overhead.png")
     return out
 
 
-def formula(name: str) -> dict[str, float]:
-    """Bytes a parameter, by what the rules keep and what is sent.
+def formula(name: str) -> Bytes:
+    """Bytes per parameter, by what the rules keep and what is sent.
 
     Examples:
-        >>> formula("bi2clip")["inner state"], formula("adam2")["inner state"], formula("adam2")["received"]
+        >>> formula("bi2clip").inner_state, formula("adam2").inner_state, formula("adam2").received
         (0.0, 8.0, 6.0)
     """
     outer, inner = ALGORITHMS[name]
     share = (NODES - 1) / NODES
     # what is gathered: the new weights, and for adam2 the second moment that the nodes' Adam starts with
     sent = share * (4 + 4 + (4 if name == "adam2" else 0))
-    return {
-        "inner state": float(STATE.get(inner, 0)),
-        "start weights": 4.0,
-        "outer state": float(STATE.get(outer, 0)),
-        "sent": sent,
-        "received": sent,
-    }
+    return Bytes(float(STATE.get(inner, 0)), 4.0, float(STATE.get(outer, 0)), sent, sent)
 
 
-def measured(name: str, parameters: int) -> dict[str, float]:
-    """The same by two processes, with the peak of memory and the time of an outer step besides."""
+# --- Measuring on two processes ---------------------------------------------------------------------------------------
+
+
+def measured(name: str, parameters: int) -> Measured:
+    """The same by two processes, with the peak of memory and the time of an outer step."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -105,10 +156,10 @@ def measured(name: str, parameters: int) -> dict[str, float]:
             for other in nodes:
                 other.kill()
             raise RuntimeError(f"A node of the measurement of {name} ended with {process.exitcode}; see above.")
-    found = [queue.get() for _ in nodes]
-    total = sum(row.pop("outer state") for row in found)  # every node holds its share
-    mean = {key: statistics.fmean(row[key] for row in found) for key in found[0]}
-    return {**mean, "outer state": total}
+    of_nodes: list[dict[str, float]] = [queue.get() for _ in nodes]
+    values = {key: statistics.fmean(row[key] for row in of_nodes) for key in of_nodes[0]}
+    values["outer state"] *= NODES  # every node holds its share
+    return Measured.decode(values)
 
 
 def _node(name: str, parameters: int, node: int, port: int, queue: Any) -> None:
@@ -116,7 +167,7 @@ def _node(name: str, parameters: int, node: int, port: int, queue: Any) -> None:
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=node, world_size=NODES)
     method = algorithm(name, **settings_at(draw_point(SPACES["fine-tuning"].ranges(name), 0, 0)))
     torch.manual_seed(0)
-    tiny = torch.nn.Linear(10, 10)  # loads what is loaded once, and has gloo make its buffers
+    tiny = torch.nn.Linear(10, 10)  # loads what is loaded once, and lets gloo allocate its buffers
     warm = NestedOptimizer.from_algorithm(tiny, method, local_steps=1)
     _gradients(tiny)
     warm.step()
@@ -130,7 +181,7 @@ def _node(name: str, parameters: int, node: int, port: int, queue: Any) -> None:
         transport.sent = transport.received = 0
         _gradients(model)
         optimizer.step()
-        inner = _tensors(optimizer.state.values())  # in the middle of the round: at its end it may be made anew
+        inner = _tensors(optimizer.state.values())  # in the middle of the round: its end may reset it
         _gradients(model)
         optimizer.step()
         counts.append((transport.sent, transport.received))
@@ -151,7 +202,7 @@ def _node(name: str, parameters: int, node: int, port: int, queue: Any) -> None:
 
 
 def _tensors(states: Iterable[Mapping[str, Any]]) -> int:
-    """Bytes of what scales with the parameters; step counters do not."""
+    """Bytes of the tensors that scale with the parameters; step counters do not."""
     return sum(v.nbytes for s in states for v in s.values() if isinstance(v, Tensor) and v.dim())
 
 
@@ -206,14 +257,14 @@ def _outer_step(method: Any, n: int) -> float:
     times = []
     for _ in range(6):
         began = time.perf_counter()
-        rule.step(x, delta, state, method.hparams("outer"))
+        rule.step(x, delta, state, method.numbers("outer"))
         times.append(time.perf_counter() - began)
     return min(times[1:])
 
 
 def _resident() -> int:
-    """Bytes that the process holds now; the peak starts anew from here, where the system can do that."""
-    with contextlib.suppress(OSError):  # then it is that of the whole process, its imports included
+    """Bytes that the process holds now; resets the peak to that, where the system can."""
+    with contextlib.suppress(OSError):  # then the peak is that of the whole process, its imports included
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return _memory("VmRSS")
 
@@ -226,41 +277,41 @@ def _memory(what: str) -> int:
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{what}:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"This system does not say {what}; the study needs Linux.")
+    raise RuntimeError(f"/proc/self/status has no {what} here; need a Linux that reports it.")
 
 
-def judge(rows: Sequence[Mapping[str, Any]]) -> Claim:
-    """The second half of claim 8: nobody keeps less than bi2clip."""
-    kept: dict[str, float] = {row["algorithm"]: row["inner state"] + row["outer state"] for row in rows}
-    least = min(kept.values())
-    same = [name for name in kept if kept[name] <= least + 0.01]
+# --- The claim, the page and the figure -------------------------------------------------------------------------------
+
+
+def evaluate_claim(rows: Sequence[OverheadRow]) -> Claim:
+    """The second half of claim 8: no algorithm keeps less state than bi2clip."""
+    state = {row.algorithm: row.state for row in rows}
+    least = min(state.values())
+    same = [name for name in state if state[name] <= least + 0.01]
     return decide(
         8,
         "bi2clip has the smallest overhead (its rank is judged by the GLUE study).",
-        kept["bi2clip"] <= least + 0.01 if "bi2clip" in kept else None,
-        f"state of {least:.2f} bytes a parameter: {', '.join(same)}; most of all: {max(kept.values()):.1f}. "
+        state["bi2clip"] <= least + 0.01 if "bi2clip" in state else None,
+        f"state of {least:.2f} bytes a parameter: {', '.join(same)}; most of all: {max(state.values()):.1f}. "
         "The copy of the start weights, 4 bytes, every nested method keeps",
     )
 
 
-def report(found: Mapping[str, Any], claims: Sequence[Claim] | None) -> str:
+def report(rows: Sequence[OverheadRow], parameters: int, claims: Sequence[Claim] | None) -> str:
     """The study as a page."""
-    columns = ("inner state", "start weights", "outer state", "sent", "received")
+    head = ["algorithm", *_COLUMNS, "peak above model and gradients", "outer step, ms"]
+    texts = []
+    for row in rows:
+        pairs = zip(astuple(row.measured.bytes), astuple(row.formula), strict=True)
+        numbers = [f"{ours:.2f} / {theirs:g}" for ours, theirs in pairs]
+        texts.append([row.algorithm, *numbers, f"{row.measured.peak:.1f}", f"{row.measured.outer_step_ms:.2f}"])
     lines = [
         "# Overhead",
         "",
-        f"Bytes a parameter, measured / by formula; {found['nodes']} nodes over gloo on one machine, "
-        f"{found['parameters']} parameters, fp32. The outer state stands once, shared out over the nodes.",
+        f"Bytes a parameter, measured / by formula; {NODES} nodes over gloo on one machine, "
+        f"{parameters} parameters, fp32. The outer state is counted once, shared out over the nodes.",
         "",
-        "| algorithm | " + " | ".join(columns) + " | peak above model and gradients | outer step, ms |",
-        "| --- |" + " ---: |" * (len(columns) + 2),
-    ]
-    for row in found["rows"]:
-        cells = [f"{row[c]:.2f} / {row['formula'][c]:g}" for c in columns]
-        lines.append(
-            f"| {row['algorithm']} | " + " | ".join(cells) + f" | {row['peak']:.1f} | {row['outer step, ms']:.2f} |"
-        )
-    lines += [
+        *markdown_table(head, texts, "lr"),
         "",
         "- sent and received: of one node in one round, headers and verdicts included. Through a server it would be "
         "4 bytes up and 4 down (adam2: 8 down).",
@@ -272,19 +323,18 @@ def report(found: Mapping[str, Any], claims: Sequence[Claim] | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def draw(rows: Sequence[OverheadRow], path: Path) -> None:
     """What is kept, stacked: start weights, inner state, outer state."""
-    plt = pyplot()
-    names = [row["algorithm"] for row in rows]
-    figure, axis = plt.subplots(figsize=(8, 0.32 * len(rows) + 1.4), layout="constrained")
+    names = [row.algorithm for row in rows]
+    figure, axis = pyplot().subplots(figsize=(8, 0.32 * len(rows) + 1.4), layout="constrained")
     left = [0.0] * len(rows)
-    for kind, colour in (("start weights", "#bbbbbb"), ("inner state", "#E69F00"), ("outer state", "#0072B2")):
-        widths = [row[kind] for row in rows]
+    colours = {"start weights": "#bbbbbb", "inner state": PALETTE["orange"], "outer state": PALETTE["blue"]}
+    for kind, colour in colours.items():
+        widths = [_with_spaces(row.measured.bytes)[kind] for row in rows]
         axis.barh(names, widths, left=left, color=colour, label=kind)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axis.invert_yaxis()
     axis.set_xlabel("bytes a parameter, measured")
     axis.legend(fontsize=8, frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)

@@ -1,22 +1,19 @@
-"""Pretraining a language model on nodes that rarely meet, against data-parallel training on the same tokens.
+"""Pretraining a language model on nodes that rarely exchange, against data-parallel training on the same tokens.
 
     gap = 100 (loss / loss of data-parallel AdamW - 1),    losses on text that nobody trains on
 
 Data-parallel training is one AdamW on the mean gradient of the batches that the nodes take in the same local step; it
-meets after every step, the others after every round. Steps and tokens are the same for any number of nodes: what a
-step takes is dealt out among them. Everybody is tuned by the same number of random settings on held-out blocks, with
-`TUNED_AT` nodes, and reported with those settings for every number of nodes. Learning rates are constant.
+exchanges after every step, the others after every round. Steps and tokens are the same for any number of nodes: what a
+step takes is dealt out among them. Every algorithm is tuned with the same number of random settings on held-out blocks,
+with `TUNED_AT` nodes, and reported with those settings for every number of nodes. Learning rates are constant.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,16 +23,19 @@ import torch
 from tailopt.algorithms import ALGORITHMS, algorithm
 from tailopt.engines.batches import to_device
 from tailopt.engines.simulate import simulate
-from tailopt.figures.style import look, pyplot
-from tailopt.paper.tables import algorithm_name
+from tailopt.figures.style import LineStyle, look, pyplot
 from tailopt.progress import Progress
-from tailopt.records import disk, history
 from tailopt.rounds.settle import EveryoneExcluded
 from tailopt.splits.loaders import node_data
-from tailopt.studies.protocol import UNJUDGED, one_sided_draws
+from tailopt.studies.comparison import algorithm_names
+from tailopt.studies.comparison_runs import seconds_of_a_step
+from tailopt.studies.plots import legend_below, save
+from tailopt.studies.protocol import UNJUDGED, one_sided_draws, tune
+from tailopt.studies.runner import RECORD, Grid, as_json, digest, run_grid, write_results
+from tailopt.studies.search_spaces import SPACES
 from tailopt.studies.study import StudyOptions, resolve_device
-from tailopt.sweeps.search import Point, Range, best, search
-from tailopt.sweeps.space import Space, settings_at
+from tailopt.studies.tables import markdown_table, mean_and_deviation, settings_text
+from tailopt.sweeps.search import Range
 from tailopt.tasks.language import Language
 from tailopt.tasks.table import task
 
@@ -45,37 +45,20 @@ OPTIONS = ("preset", "tokenizer", "data", "algorithms", "seeds", "budget", "devi
 REFERENCE = "data-parallel"
 NESTED = ("diloco", "adam2", "rmsprop-biclip", "bi2clip")
 TUNED_AT = 4
-
-# Outside, everything is looked for about where a step is as long as the mean displacement, some 1e-3 to 1e-2 a
-# coordinate: olr = 1 where it is clipped, olr of the size of root(v) + oeps where it is divided by that.
-_SHARE, _EPS = Range(0.03, 1.0), Range(1e-8, 1e-5)
-_ADAM = {"ilr": Range(3e-4, 5e-3), "ieps": _EPS}
-SPACE = Space(
-    inner={
-        "adam": _ADAM,
-        "adamw": {**_ADAM, "weight_decay": Range(1e-4, 1e-1)},
-        "biclip": {"i_move": Range(3e-4, 3e-3), "i_u": Range(1e-4, 1e-2), "i_share": _SHARE},
-    },
-    outer={
-        "adam": {"olr": Range(3e-3, 3e-2), "oeps": Range(1e-3, 1e-2)},
-        "rmsprop": {"olr": Range(1e-3, 1e-2), "oeps": Range(1e-3, 1e-2)},
-        "biclip": {"olr": Range(0.5, 2.0), "o_u": Range(3e-3, 3e-2), "o_share": Range(1e-3, 1e-1)},
-        "nesterov": {"olr": Range(0.3, 1.0), "momentum": Range(0.3, 0.9, log=False)},
-    },
-)
+SPACE = SPACES["pretraining"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class PretrainingPlan:
     """Everything that a result depends on.
 
     Attributes:
         preset, data, tokenizer: of the task `pretraining`; an empty tokenizer is the preset's.
         counts: numbers of nodes.
-        blocks: that are trained on in a step, by all nodes together.
+        blocks: blocks of tokens per step, of all nodes together.
         budget: random settings tried for each algorithm.
-        rounds, local_steps: 0 for the task's.
-        device: None: a GPU where there is one.
+        rounds, local_steps: 0 is the task's.
+        device: None is a GPU where there is one.
     """
 
     preset: str = "paper"
@@ -91,46 +74,48 @@ class Plan:
     local_steps: int = 0
     device: str | None = None
 
-    def task(self, judge: str = "validation") -> Language:
-        """What is trained."""
-        over = {"tokenizer": self.tokenizer} if self.tokenizer else {}
-        made = task("pretraining", self.preset, data=self.data, judge=judge, **over)
-        assert isinstance(made, Language)
-        return made
+    def task(self, split: str = "validation") -> Language:
+        """What is trained, evaluated on the "validation" text or on "held-out" blocks of train."""
+        overrides = {"tokenizer": self.tokenizer} if self.tokenizer else {}
+        problem = task("pretraining", self.preset, data=self.data, judge=split, **overrides)
+        assert isinstance(problem, Language)
+        return problem
 
     def length(self) -> tuple[int, int]:
         """Rounds, and local steps of each."""
-        usual = self.task().defaults
-        return self.rounds or usual.rounds, self.local_steps or int(usual.local_steps or 1)
+        defaults = self.task().defaults
+        return self.rounds or defaults.rounds, self.local_steps or int(defaults.local_steps or 1)
 
-    def place(self) -> str:
-        """Where it runs."""
-        return resolve_device(self.device)
+    def names(self) -> tuple[str, ...]:
+        """What is compared, the reference first."""
+        return (REFERENCE, *self.algorithms)
 
     def key(self) -> str:
-        """A name for results of this plan; what only says how much of it is run is left out."""
-        left_out = ("algorithms", "counts", "seeds", "device")
-        kept = {name: value for name, value in asdict(self).items() if name not in left_out}
-        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+        """A digest of what every run depends on: not of how many runs there are."""
+        amount = ("algorithms", "counts", "seeds", "device")
+        return digest({name: value for name, value in asdict(self).items() if name not in amount})
+
+    def check(self) -> None:
+        """Raise for a plan that cannot be run."""
+        for nodes in (*self.counts, TUNED_AT):
+            if self.blocks % nodes:
+                raise ValueError(f"Invalid blocks: got {self.blocks}; need a multiple of {nodes}, the number of nodes.")
+        for name in self.algorithms:
+            ranges(name)
 
 
-SMALL = Plan("small", blocks=16, budget=5, seeds=(0, 1))
+SMALL = PretrainingPlan("small", blocks=16, budget=5, seeds=(0, 1))
 
 
 def run(out: Path, options: StudyOptions) -> Path:
     """Run what is not in `out` yet, and write table.md, results.json and pretraining.png there.
 
-    Args:
-        out: a folder. `cells.jsonl` in it holds every finished run, `trials` every trial; these are not run again.
-        quick: two rounds of two steps, to see that it works; its figures say nothing.
-        preset: "paper" or "small", some ten minutes on two cores.
-        data: a folder of text files.
-        plan: instead of all these.
+    The preset "small" takes some ten minutes on two cores. `data` is a folder of text files.
     """
-    base = SMALL if options.small else Plan(options.preset or "paper")
-    plan = replace(base, data=options.data or "", tokenizer=options.tokenizer or "", device=options.device)
+    plan = SMALL if options.small else PretrainingPlan(options.preset or "paper")
+    plan = replace(plan, data=options.data or "", tokenizer=options.tokenizer or "", device=options.device)
     if options.algorithms:
-        plan = replace(plan, algorithms=tuple(algorithm_name(name.strip()) for name in options.algorithms.split(",")))
+        plan = replace(plan, algorithms=algorithm_names(options.algorithms))
     seeds = tuple(range(options.seeds)) if options.seeds else plan.seeds
     plan = replace(plan, budget=options.budget or plan.budget, seeds=seeds)
     if options.quick:
@@ -138,22 +123,16 @@ def run(out: Path, options: StudyOptions) -> Path:
     return run_plan(out, plan, progress=options.progress, judge=not options.quick)
 
 
-def run_plan(out: Path, plan: Plan, *, progress: bool = True, judge: bool = True) -> Path:
+def run_plan(out: Path, plan: PretrainingPlan, *, progress: bool = True, judge: bool = True) -> Path:
     """Run a plan; without `judge` the table ranks nothing."""
-    uneven = [n for n in (*plan.counts, TUNED_AT) if plan.blocks % n]
-    if uneven:
-        raise ValueError(f"Invalid blocks: got {plan.blocks}; need a multiple of {uneven[0]}, the number of nodes.")
-    for name in plan.algorithms:
-        ranges(name)  # refused here, before anything is run
-    out.mkdir(parents=True, exist_ok=True)
+    plan.check()
     if progress:
         print(cost(plan), file=sys.stderr, flush=True)
     with Progress(progress) as bar:
-        chosen = _tuned(plan, out / "trials" / plan.key(), bar.update)
-        cells = _cells(plan, chosen, out / "cells.jsonl", bar.update)
-    results = summarise(plan, chosen, cells)
-    disk.replace(out / "results.json", (json.dumps(results, indent=1) + "\n").encode())
-    disk.replace(out / "table.md", report(results, judge=judge).encode())
+        settings = tuned_settings(plan, out / "trials" / plan.key(), bar)
+        curves = run_cells(plan, settings, out, bar)
+    results = summarise(plan, settings, curves)
+    write_results(out, results.as_json(), report(results, judge=judge))
     figure(results, out / "pretraining.png")
     return out
 
@@ -161,25 +140,34 @@ def run_plan(out: Path, plan: Plan, *, progress: bool = True, judge: bool = True
 # --- One run ----------------------------------------------------------------------------------------------------------
 
 
-def trained(plan: Plan, name: str, numbers: Mapping[str, Any], nodes: int, seed: int, judge: str) -> list[float]:
-    """The loss after every round; infinite from where a run broke down."""
-    problem, (rounds, steps) = plan.task(judge), plan.length()
-    if name == REFERENCE:
-        return data_parallel(plan, problem, numbers, nodes, seed)
-    tuning = judge == "held-out"
+@dataclass(frozen=True)
+class PretrainingCell:
+    """One run; algorithm: a name, or REFERENCE."""
+
+    algorithm: str
+    nodes: int
+    seed: int
+
+
+def trained(plan: PretrainingPlan, cell: PretrainingCell, settings: Mapping[str, Any], split: str) -> list[float]:
+    """The loss after every round, or on the held-out blocks after the last; infinite where a run broke down."""
+    problem, (rounds, steps), seed = plan.task(split), plan.length(), cell.seed
+    if cell.algorithm == REFERENCE:
+        return data_parallel(plan, problem, cell, settings)
+    tuning = split == "held-out"
     try:
         result = simulate(
             problem.model(seed),
-            algorithm(name, **numbers),
+            algorithm(cell.algorithm, **settings),
             loss=problem.loss,
-            data=problem.nodes(seed, nodes),
-            batch_size=plan.blocks // nodes,
+            data=problem.nodes(seed, cell.nodes),
+            batch_size=plan.blocks // cell.nodes,
             rounds=rounds,
             local_steps=steps,
             seed=seed,
             evaluate=lambda model: problem.evaluate(model, seed),
             evaluate_every=rounds if tuning else 1,
-            device=plan.place(),
+            device=resolve_device(plan.device),
             progress=False,
             inplace=True,
         )
@@ -188,24 +176,25 @@ def trained(plan: Plan, name: str, numbers: Mapping[str, Any], nodes: int, seed:
     return [_finite(row["metrics"]["loss"]) for row in result.history if row.get("metrics")]
 
 
-def data_parallel(plan: Plan, problem: Language, numbers: Mapping[str, Any], nodes: int, seed: int) -> list[float]:
-    """One AdamW on the mean over the nodes of the gradients of their batches; those are the ones of `simulate`."""
-    place, (rounds, steps) = torch.device(plan.place()), plan.length()
-    model = problem.model(seed).to(place).train()
+def data_parallel(
+    plan: PretrainingPlan, problem: Language, cell: PretrainingCell, settings: Mapping[str, Any]
+) -> list[float]:
+    """One AdamW on the mean gradient over the nodes; their batches are those of `simulate`."""
+    device, (rounds, steps) = torch.device(resolve_device(plan.device)), plan.length()
+    model = problem.model(cell.seed).to(device).train()
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=numbers["ilr"], eps=numbers["ieps"], weight_decay=numbers["weight_decay"]
+        model.parameters(), lr=settings["ilr"], eps=settings["ieps"], weight_decay=settings["weight_decay"]
     )
-    streams = [
-        node.batches(0, rounds * steps) for node in node_data(problem.nodes(seed, nodes), seed, plan.blocks // nodes)
-    ]
+    nodes = node_data(problem.nodes(cell.seed, cell.nodes), cell.seed, plan.blocks // cell.nodes)
+    streams = [node.batches(0, rounds * steps) for node in nodes]
     curve = []
     for t in range(1, rounds + 1):
         for _ in range(steps):
             optimizer.zero_grad()
-            mean_loss(problem, model, [to_device(next(stream), place) for stream in streams]).backward()
+            mean_loss(problem, model, [to_device(next(stream), device) for stream in streams]).backward()
             optimizer.step()
         if t == rounds or problem.judge != "held-out":
-            curve.append(_finite(problem.evaluate(model, seed)["loss"]))
+            curve.append(_finite(problem.evaluate(model, cell.seed)["loss"]))
     return curve
 
 
@@ -221,16 +210,11 @@ def _finite(loss: float) -> float:
     return loss if math.isfinite(loss) else math.inf
 
 
-# --- All of them ------------------------------------------------------------------------------------------------------
-
-
-def names(plan: Plan) -> tuple[str, ...]:
-    """What is compared, the reference first."""
-    return (REFERENCE, *plan.algorithms)
+# --- All runs ---------------------------------------------------------------------------------------------------------
 
 
 def ranges(name: str) -> dict[str, Range]:
-    """Where the settings are looked for."""
+    """Where the settings of an algorithm are searched."""
     if name == REFERENCE:
         return dict(SPACE.inner["adamw"])
     outer, inner = ALGORITHMS[name]
@@ -239,8 +223,8 @@ def ranges(name: str) -> dict[str, Range]:
     return SPACE.ranges(name)
 
 
-def cost(plan: Plan) -> str:
-    """What it will take: a step of every kind is timed, nothing else is run."""
+def cost(plan: PretrainingPlan) -> str:
+    """What a study will cost: one step of every size is timed, nothing else is run."""
     rounds, steps = plan.length()
     runs = {n: len(plan.seeds) for n in plan.counts}
     runs[TUNED_AT] = runs.get(TUNED_AT, 0) + plan.budget
@@ -248,84 +232,86 @@ def cost(plan: Plan) -> str:
     whole = sum(runs.values()) * _seconds(plan, plan.blocks)
     minutes = (nested + whole) * rounds * steps / 60
     return (
-        f"{len(names(plan))} ways of training, {plan.budget} trials each, then {len(plan.seeds)} seeds with "
-        f"{', '.join(map(str, plan.counts))} nodes: {sum(runs.values()) * len(names(plan))} runs of {rounds * steps} "
-        f"steps of {plan.blocks} blocks on {plan.place()}, about {minutes:.1f} min of training."
+        f"{len(plan.names())} ways of training, {plan.budget} trials each, then {len(plan.seeds)} seeds with "
+        f"{', '.join(map(str, plan.counts))} nodes: {sum(runs.values()) * len(plan.names())} runs of {rounds * steps} "
+        f"steps of {plan.blocks} blocks on {resolve_device(plan.device)}, about {minutes:.1f} min of training."
     )
 
 
-def _seconds(plan: Plan, blocks: int) -> float:
-    """Of a forward and a backward pass: the least of two, after a first one."""
-    problem, place = plan.task(), torch.device(plan.place())
-    model = problem.model(0).to(place)
-    batch = to_device(problem.nodes(0, 1)[0][:blocks], place)
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        loss = problem.loss(model, batch)
-        loss.backward()
-        loss.item()  # waits for the device
-        times.append(time.perf_counter() - began)
-    return min(times[1:])
+def _seconds(plan: PretrainingPlan, blocks: int) -> float:
+    problem = plan.task()
+    return seconds_of_a_step(problem, problem.nodes(0, 1)[0][:blocks], 0, torch.device(resolve_device(plan.device)))
 
 
-def _tuned(plan: Plan, folder: Path, advance: Callable[[int, int, str], None]) -> dict[str, dict[str, float]]:
-    """The best settings of everybody."""
-    chosen = {}
-    total = plan.budget * len(names(plan))
-    for number, name in enumerate(names(plan)):
+def tuned_settings(plan: PretrainingPlan, folder: Path, bar: Progress) -> dict[str, dict[str, float]]:
+    """The best settings of the reference and of every algorithm."""
+    chosen, total = {}, plan.budget * len(plan.names())
+    for number, name in enumerate(plan.names()):
+        cell = PretrainingCell(name, TUNED_AT, plan.tuning_seed)
 
-        def measure(points: list[Point], name: str = name) -> list[dict[str, float]]:
-            return [
-                {"loss": trained(plan, name, settings_at(p), TUNED_AT, plan.tuning_seed, "held-out")[-1]}
-                for p in points
-            ]
+        def last_loss(settings: Mapping[str, float], cell: PretrainingCell = cell) -> float:
+            return trained(plan, cell, settings, "held-out")[-1]
 
-        advance(number * plan.budget, total, f"{name}, tuning")
-        trials = search(measure, ranges(name), plan.budget, record=folder / f"{name}.jsonl")
-        chosen[name] = dict(sorted(settings_at(best(trials, "loss").point).items()))  # a record has an order of its own
+        bar.update(number * plan.budget, total, f"{name}, tuning")
+        tuned = tune(last_loss, ranges(name), plan.budget, value="loss", record=folder / f"{name}.jsonl")
+        chosen[name] = dict(sorted(tuned.settings.items()))  # a record has its own order of names
     return chosen
 
 
-def cells(plan: Plan) -> Iterator[tuple[str, int, int]]:
-    """All there is to run: name, nodes, seed."""
-    for seed in plan.seeds:
-        for nodes in plan.counts:
-            for name in names(plan):
-                yield name, nodes, seed
+def run_cells(
+    plan: PretrainingPlan, settings: Mapping[str, Mapping[str, float]], out: Path, bar: Progress
+) -> dict[PretrainingCell, list[float]]:
+    """The loss of every run by round."""
+    grid = Grid[PretrainingCell, list[float]](
+        cells=[PretrainingCell(name, n, seed) for seed in plan.seeds for n in plan.counts for name in plan.names()],
+        key=lambda cell: {**asdict(cell), "plan": plan.key()},
+        measure=lambda cell, report: trained(plan, cell, settings[cell.algorithm], "validation"),
+        label=lambda cell: f"{cell.algorithm}, {cell.nodes} nodes, seed {cell.seed}",
+    )
+    return run_grid(grid, out / RECORD, bar)
 
 
-def _cells(
-    plan: Plan,
-    chosen: Mapping[str, Mapping[str, float]],
-    record: Path,
-    advance: Callable[[int, int, str], None],
-) -> dict[tuple[str, int, int], list[float]]:
-    """The curves of all runs: from the record, or run now and recorded."""
-    history.drop_torn_line(record)  # a line that a kill cut short
-    done = {
-        (row["algorithm"], row["nodes"], row["seed"]): row["curve"]
-        for row in history.read(record)
-        if row["plan"] == plan.key()
-    }
-    todo = [cell for cell in cells(plan) if cell not in done]
-    for number, (name, nodes, seed) in enumerate(todo):
-        advance(number, len(todo), f"{name}, {nodes} nodes, seed {seed}")
-        began = time.perf_counter()
-        curve = trained(plan, name, chosen[name], nodes, seed, "validation")
-        row = {"algorithm": name, "nodes": nodes, "seed": seed, "plan": plan.key(), "round": len(curve)}
-        history.append(record, {**row, "curve": curve, "seconds": time.perf_counter() - began})
-        done[name, nodes, seed] = curve
-    if todo:
-        advance(len(todo), len(todo), "done")
-    return done
+# --- What came out ----------------------------------------------------------------------------------------------------
 
 
-# --- What was seen ----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class PretrainingRow:
+    """One algorithm on one number of nodes. losses, gaps: by seed, after the last round; curves: by seed and round."""
+
+    algorithm: str
+    nodes: int
+    losses: list[float]
+    gaps: list[float]
+    curves: list[list[float]]
+
+    @property
+    def mean_gap(self) -> float:
+        """The mean of the gaps over the seeds."""
+        return statistics.fmean(self.gaps)
+
+
+@dataclass(frozen=True)
+class PretrainingResults:
+    """Losses and gaps. plan: with the rounds and local steps that were run; model: the sizes of the model."""
+
+    plan: PretrainingPlan
+    data: str
+    model: Mapping[str, int]
+    unigram_loss: float
+    settings: Mapping[str, Mapping[str, float]]
+    rows: tuple[PretrainingRow, ...]
+
+    def row(self, name: str, nodes: int) -> PretrainingRow:
+        """The row of an algorithm on a number of nodes."""
+        return next(row for row in self.rows if (row.algorithm, row.nodes) == (name, nodes))
+
+    def as_json(self) -> dict[str, Any]:
+        """As results.json has it."""
+        return {"found" if key == "data" else key: value for key, value in as_json(self).items()}
 
 
 def gap(loss: float, reference: float) -> float:
-    """In percent of the reference.
+    """How far a loss is above the reference, in percent of the reference.
 
     Examples:
         >>> round(gap(2.1, 2.0), 3)
@@ -335,126 +321,108 @@ def gap(loss: float, reference: float) -> float:
 
 
 def summarise(
-    plan: Plan, chosen: Mapping[str, Mapping[str, float]], found: Mapping[tuple[str, int, int], Sequence[float]]
-) -> dict[str, Any]:
-    """Losses and gaps by algorithm and nodes, as plain values."""
+    plan: PretrainingPlan,
+    settings: Mapping[str, Mapping[str, float]],
+    curves: Mapping[PretrainingCell, Sequence[float]],
+) -> PretrainingResults:
+    """Losses and gaps by algorithm and nodes."""
     rows = []
     for nodes in plan.counts:
-        for name in names(plan):
-            curves = [list(found[name, nodes, seed]) for seed in plan.seeds]
-            last = [curve[-1] for curve in curves]
-            gaps = [gap(loss, found[REFERENCE, nodes, seed][-1]) for loss, seed in zip(last, plan.seeds, strict=True)]
-            rows.append({"algorithm": name, "nodes": nodes, "losses": last, "gaps": gaps, "curves": curves})
+        reference = [curves[PretrainingCell(REFERENCE, nodes, seed)][-1] for seed in plan.seeds]
+        for name in plan.names():
+            by_seed = [list(curves[PretrainingCell(name, nodes, seed)]) for seed in plan.seeds]
+            losses = [curve[-1] for curve in by_seed]
+            gaps = [gap(loss, theirs) for loss, theirs in zip(losses, reference, strict=True)]
+            rows.append(PretrainingRow(name, nodes, losses, gaps, by_seed))
     rounds, steps = plan.length()
     problem = plan.task()
-    return {
-        "plan": {**asdict(plan), "rounds": rounds, "local_steps": steps},
-        "found": problem.data_description,
-        "model": {name: getattr(problem, name) for name in ("layers", "width", "heads", "length")},
-        "unigram_loss": math.log(problem.unigram),
-        "settings": {name: dict(numbers) for name, numbers in chosen.items()},
-        "rows": rows,
-    }
+    sizes = {name: getattr(problem, name) for name in ("layers", "width", "heads", "length")}
+    plan = replace(plan, rounds=rounds, local_steps=steps)
+    return PretrainingResults(plan, problem.data_description, sizes, math.log(problem.unigram), settings, tuple(rows))
 
 
-def report(results: Mapping[str, Any], judge: bool = True) -> str:
-    """Table, settings and what they say, as Markdown."""
-    plan, rows, counts = results["plan"], results["rows"], results["plan"]["counts"]
+def report(results: PretrainingResults, judge: bool = True) -> str:
+    """Table, settings and what they show, as Markdown."""
+    plan, model = results.plan, results.model
+    head, rows = ["algorithm"], []
+    for nodes in plan.counts:
+        head += [f"{nodes} nodes: loss", "gap, %"]
+    for name in plan.names():
+        texts = [name]
+        for row in (results.row(name, nodes) for nodes in plan.counts):
+            texts += [mean_and_deviation(row.losses, 3), "–" if name == REFERENCE else mean_and_deviation(row.gaps, 1)]
+        rows.append(texts)
+    tokens = plan.rounds * plan.local_steps * plan.blocks * model["length"]
     lines = [
-        "| algorithm | " + " | ".join(f"{n} nodes: loss | gap, %" for n in counts) + " |",
-        "| --- |" + " ---: | ---: |" * len(counts),
-    ]
-    for name in dict.fromkeys(row["algorithm"] for row in rows):
-        mine = [_row(rows, name, n) for n in counts]
-        numbers = [
-            f"{_spread(row['losses'])} | {'–' if name == REFERENCE else _spread(row['gaps'], 1)}" for row in mine
-        ]
-        lines.append(f"| {name} | " + " | ".join(numbers) + " |")
-    model, steps = results["model"], plan["rounds"] * plan["local_steps"]
-    lines += [
+        *markdown_table(head, rows, "lr"),
         "",
-        f"Mean over {len(plan['seeds'])} seeds, ± their standard deviation; loss in nats a token, gap to data-parallel "
+        f"Mean over {len(plan.seeds)} seeds, ± their standard deviation; loss in nats a token, gap to data-parallel "
         "AdamW on the same batches. Less is better.",
         "",
-        f"- {results['found']} Such a model has a loss of {results['unigram_loss']:.3f}.",
+        f"- {results.data} Such a model has a loss of {results.unigram_loss:.3f}.",
         f"- GPT-2 from scratch, {model['layers']} layers, {model['width']} wide, {model['heads']} heads, "
-        f"{'bytes' if plan['preset'] == 'small' and not plan['tokenizer'] else 'tokens'} in blocks of "
-        f"{model['length']}; {plan['rounds']} rounds of {plan['local_steps']} local steps, {plan['blocks']} blocks a "
-        f"step dealt to the nodes: {steps * plan['blocks'] * model['length']:,} in all, preset {plan['preset']}.",
-        f"- Tuned with {plan['budget']} random settings each, {TUNED_AT} nodes, seed {plan['tuning_seed']}, on blocks "
+        f"{'bytes' if plan.preset == 'small' and not plan.tokenizer else 'tokens'} in blocks of "
+        f"{model['length']}; {plan.rounds} rounds of {plan.local_steps} local steps, {plan.blocks} blocks a "
+        f"step dealt to the nodes: {tokens:,} in all, preset {plan.preset}.",
+        f"- Tuned with {plan.budget} random settings each, {TUNED_AT} nodes, seed {plan.tuning_seed}, on blocks "
         "held out of train; constant learning rates.",
-        *one_sided_draws(plan["budget"]),
-        *(f"- {name}: {_numbers(numbers)}." for name, numbers in results["settings"].items()),
+        *one_sided_draws(plan.budget),
+        *(f"- {name}: {settings_text(numbers, '{} = {:.3g}')}." for name, numbers in results.settings.items()),
         "",
-        *(_said(results) if judge else [UNJUDGED]),
+        *(_ranking(results) if judge else [UNJUDGED]),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _said(results: Mapping[str, Any]) -> list[str]:
-    """What the gaps say; no numbered claim is about pretraining."""
-    rows = [row for row in results["rows"] if row["algorithm"] != REFERENCE]
-    found = []
-    for n in results["plan"]["counts"]:
-        ranked = sorted((row for row in rows if row["nodes"] == n), key=lambda row: statistics.fmean(row["gaps"]))
+def _ranking(results: PretrainingResults) -> list[str]:
+    """One line per number of nodes; no numbered claim is about pretraining."""
+    lines = []
+    for nodes in results.plan.counts:
+        ranked = sorted((results.row(name, nodes) for name in results.plan.algorithms), key=lambda row: row.mean_gap)
         if ranked:
-            order = ", ".join(f"{row['algorithm']} {statistics.fmean(row['gaps']):+.1f} %" for row in ranked)
-            found.append(f"- {n} nodes, by gap: {order}.")
-    return found
+            order = ", ".join(f"{row.algorithm} {row.mean_gap:+.1f} %" for row in ranked)
+            lines.append(f"- {nodes} nodes, by gap: {order}.")
+    return lines
 
 
-def _row(rows: Sequence[Mapping[str, Any]], name: str, nodes: int) -> Mapping[str, Any]:
-    return next(row for row in rows if (row["algorithm"], row["nodes"]) == (name, nodes))
+# --- The figure -------------------------------------------------------------------------------------------------------
 
 
-def _spread(numbers: Sequence[float], digits: int = 3) -> str:
-    mean = statistics.fmean(numbers)
-    if len(numbers) < 2 or not math.isfinite(mean):
-        return f"{mean:.{digits}f}"
-    return f"{mean:.{digits}f} ± {statistics.stdev(numbers):.{digits}f}"
-
-
-def _numbers(chosen: Mapping[str, float]) -> str:
-    return ", ".join(f"{key} = {value:.3g}" for key, value in chosen.items())
-
-
-def figure(results: Mapping[str, Any], path: Path) -> None:
-    """Losses by step, a panel for each number of nodes, and the gaps by nodes."""
-    plt = pyplot()
-    plan, rows = results["plan"], results["rows"]
-    counts = plan["counts"]
-    drawn, axes = plt.subplots(1, len(counts) + 1, figsize=(3.4 * (len(counts) + 1), 3.8), layout="constrained")
-    seen = [loss for row in rows for curve in row["curves"] for loss in curve if math.isfinite(loss)]
-    low, high = min([*seen, results["unigram_loss"]]) - 0.1, max([*seen, results["unigram_loss"]]) + 0.1
-    steps = [plan["local_steps"] * t for t in range(1, plan["rounds"] + 1)]
-    for axis, nodes in zip(axes, counts, strict=False):
-        for row in (row for row in rows if row["nodes"] == nodes):
-            middle = [statistics.fmean(values) for values in zip(*row["curves"], strict=True)]
-            axis.plot(steps, middle, marker="o", markersize=2.5, linewidth=1.5, **_look(row["algorithm"]))
-        axis.axhline(results["unigram_loss"], color="#999999", linewidth=0.8, linestyle=(0, (2, 2)))
-        axis.set(title=f"{nodes} nodes", xlabel="step", ylabel="validation loss, nats a token", ylim=(low, high))
+def figure(results: PretrainingResults, path: Path) -> None:
+    """Losses by step, one panel per number of nodes, and the gaps by nodes."""
+    plan, unigram = results.plan, results.unigram_loss
+    panels = len(plan.counts) + 1
+    drawing, axes = pyplot().subplots(1, panels, figsize=(3.4 * panels, 3.8), layout="constrained")
+    finite = [loss for row in results.rows for curve in row.curves for loss in curve if math.isfinite(loss)]
+    limits = min([*finite, unigram]) - 0.1, max([*finite, unigram]) + 0.1
+    steps = [plan.local_steps * t for t in range(1, plan.rounds + 1)]
+    for axis, nodes in zip(axes, plan.counts, strict=False):
+        for name in plan.names():
+            curves = results.row(name, nodes).curves
+            mean = [statistics.fmean(values) for values in zip(*curves, strict=True)]
+            axis.plot(steps, mean, **{**_look(name), "marker": "o"}, markersize=2.5, linewidth=1.5)
+        axis.axhline(unigram, color="#999999", linewidth=0.8, linestyle=(0, (2, 2)))
+        axis.set(title=f"{nodes} nodes", xlabel="step", ylabel="validation loss, nats a token", ylim=limits)
         axis.grid(alpha=0.25, linewidth=0.5)
-    _gaps(axes[-1], rows, counts)
-    handles, labels = axes[0].get_legend_handles_labels()
-    drawn.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
-    drawn.suptitle(
-        f"Pretraining, the same tokens for everybody: mean of {len(plan['seeds'])} seeds, {plan['local_steps']} local "
+    _gaps_panel(axes[-1], results)
+    legend_below(drawing, axes[0], len(plan.names()))
+    drawing.suptitle(
+        f"Pretraining, the same tokens for everybody: mean of {len(plan.seeds)} seeds, {plan.local_steps} local "
         "steps a round; grey: a unigram model; bars: the range of the seeds",
         fontsize=10,
     )
-    drawn.savefig(path, dpi=130)
-    plt.close(drawn)
+    save(drawing, path)
 
 
-def _gaps(axis: Any, rows: Sequence[Mapping[str, Any]], counts: Sequence[int]) -> None:
-    for number, name in enumerate(dict.fromkeys(row["algorithm"] for row in rows)):
-        places = [place + 0.06 * (number - 2) for place in range(len(counts))]  # beside each other, not over
-        mine = [_row(rows, name, n)["gaps"] for n in counts]
-        means = [statistics.fmean(gaps) for gaps in mine]
-        below = [mean - min(gaps) for mean, gaps in zip(means, mine, strict=True)]
-        above = [max(gaps) - mean for mean, gaps in zip(means, mine, strict=True)]
-        line = {key: value for key, value in _look(name).items() if key != "label"}
-        axis.errorbar(places, means, yerr=[below, above], marker="o", markersize=4, capsize=2, linewidth=1.5, **line)
+def _gaps_panel(axis: Any, results: PretrainingResults) -> None:
+    counts = results.plan.counts
+    for number, name in enumerate(results.plan.names()):
+        positions = [i + 0.06 * (number - 2) for i in range(len(counts))]  # side by side
+        rows = [results.row(name, nodes) for nodes in counts]
+        means = [row.mean_gap for row in rows]
+        bars = [[row.mean_gap - min(row.gaps) for row in rows], [max(row.gaps) - row.mean_gap for row in rows]]
+        style = {key: value for key, value in _look(name).items() if key != "label"} | {"marker": "o"}
+        axis.errorbar(positions, means, yerr=bars, markersize=4, capsize=2, linewidth=1.5, **style)
     axis.set_xticks(range(len(counts)), [str(n) for n in counts])
     axis.set(title="at the end", xlabel="nodes", ylabel="gap to data-parallel AdamW, %")
     axis.grid(alpha=0.25, linewidth=0.5)
@@ -462,5 +430,5 @@ def _gaps(axis: Any, rows: Sequence[Mapping[str, Any]], counts: Sequence[int]) -
 
 def _look(name: str) -> dict[str, Any]:
     if name == REFERENCE:
-        return {"color": "#000000", "linestyle": "-", "label": "data-parallel AdamW"}
+        return {**LineStyle("black").keywords(), "label": "data-parallel AdamW"}
     return look(name)

@@ -1,4 +1,4 @@
-"""Where the comparisons look for settings, rule by rule. The studies `convex` and `pretraining` have their own spaces.
+"""Where the comparisons look for settings, rule by rule. The study `convex` has its own space.
 
 Weights that were trained before move by 1e-5 to 1e-3 per step, weights that start at random by more. The outer BiClip
 is searched by its learning rate: around 1 a mean displacement between the thresholds is applied as it is.
@@ -51,6 +51,21 @@ SPACES: Mapping[str, Space] = {
             "adam": {"olr": Range(3e-3, 3e-2), "oeps": Range(1e-3, 1e-2)},
             "biclip": {"olr": Range(0.5, 2.0), "o_u": Range(3e-3, 3e-2), "o_share": Range(1e-3, 0.1)},
             "biclip-l2": {"olr": Range(0.5, 2.0), "o_u": Range(1.0, 30.0), "o_share": _SHARE},
+            "nesterov": _NESTEROV,
+        },
+    ),
+    # The outer ranges lie about where a step is as long as the mean displacement, some 1e-3 to 1e-2 per coordinate:
+    # olr = 1 where it is clipped, olr of the size of root(v) + oeps where it is divided by that.
+    "pretraining": Space(
+        inner={
+            "adam": {"ilr": Range(3e-4, 5e-3), "ieps": _EPS},
+            "adamw": {"ilr": Range(3e-4, 5e-3), "ieps": _EPS, "weight_decay": Range(1e-4, 1e-1)},
+            "biclip": {"i_move": Range(3e-4, 3e-3), "i_u": Range(1e-4, 1e-2), "i_share": _SHARE},
+        },
+        outer={
+            "adam": {"olr": Range(3e-3, 3e-2), "oeps": Range(1e-3, 1e-2)},
+            "rmsprop": {"olr": Range(1e-3, 1e-2), "oeps": Range(1e-3, 1e-2)},
+            "biclip": {"olr": Range(0.5, 2.0), "o_u": Range(3e-3, 3e-2), "o_share": Range(1e-3, 1e-1)},
             "nesterov": _NESTEROV,
         },
     ),
