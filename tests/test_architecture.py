@@ -62,6 +62,52 @@ def test_a_room_imports_only_rooms_above_it(path):
     assert not later, f"{path.relative_to(ROOT)} imports {later}; {room} may import {allowed}"
 
 
+# The library without these could be a wheel of its own; only the command line needs them.
+REPRODUCTION = {"tasks", "sweeps", "figures", "studies"}
+LIBRARY = [path for path in FILES if room_of(path) not in {*REPRODUCTION, "cli"} and path.name != "__main__.py"]
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_the_library_imports_nothing_of_tasks_and_studies(path):
+    """Neither at the top of a file, nor in a function, nor by a name in a string."""
+    source = path.read_text(encoding="utf-8")
+    assert not REPRODUCTION & {*imported_rooms(path, source), *rooms_in_strings(source)}
+
+
+def rooms_in_strings(source):
+    """The rooms that strings of a file name, as for importlib."""
+    strings = [n.value for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return [room for text in strings for room in re.findall(r"^tailopt\.(\w+)[\w.]*$", text)]
+
+
+# Refuses to import the rooms named in ROOMS, then imports every module named in MODULES.
+WITHOUT_STUDIES = """
+class Refusing:
+    def find_spec(self, name, path=None, target=None):
+        assert name.split(".")[:2] not in [["tailopt", room] for room in ROOMS], f"{name} was imported"
+
+sys.meta_path.insert(0, Refusing())
+for module in MODULES:
+    try:
+        __import__(module)
+    except ImportError as error:  # a package that is not installed here
+        assert not (error.name or "").startswith("tailopt"), error
+"""
+
+
+def test_every_module_of_the_library_can_be_imported_without_tasks_and_studies():
+    modules = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in LIBRARY]
+    given = f"ROOMS, MODULES = {sorted(REPRODUCTION)!r}, {modules!r}"
+    program = f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r})\n{given}\n{WITHOUT_STUDIES}"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_name_in_a_string_is_seen():
+    assert rooms_in_strings('importlib.import_module("tailopt.studies.glue")') == ["studies"]
+    assert rooms_in_strings('"tailopt.studies run here"') == []
+
+
 def test_every_spelling_of_an_import_is_seen():
     path = PACKAGE / "clipping" / "operators.py"
     for source in (
