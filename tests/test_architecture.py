@@ -103,6 +103,17 @@ def test_every_module_of_the_library_can_be_imported_without_tasks_and_studies()
     assert result.returncode == 0, result.stderr
 
 
+def test_figures_are_the_only_way_to_matplotlib():
+    """There the command that installs it is named where it is missing, and figures are drawn into files."""
+    importers = [
+        path.relative_to(PACKAGE).as_posix()
+        for path in FILES
+        for dotted in imports(ast.parse(path.read_text(encoding="utf-8")), ["tailopt"])
+        if dotted.split(".")[0] == "matplotlib"
+    ]
+    assert set(importers) == {"figures/style.py"}
+
+
 def test_a_name_in_a_string_is_seen():
     assert rooms_in_strings('importlib.import_module("tailopt.studies.glue")') == ["studies"]
     assert rooms_in_strings('"tailopt.studies run here"') == []

@@ -43,7 +43,7 @@ class Progress:
             self._bar.stop()
 
     def update(self, done: int, total: int, text: str) -> None:
-        """Show that `done` of `total` are done; `text` says what comes next."""
+        """Show that `done` of `total` are done; `text` names what is being done."""
         self._show(done, total, text, line=f"{done}/{total}  {text}", last=done == total)
 
     def _show(self, done: int, total: int, text: str, *, line: str, title: str = "", last: bool = False) -> None:

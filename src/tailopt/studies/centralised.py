@@ -127,7 +127,7 @@ def task_plan(name: str, options: StudyOptions, several: bool) -> ComparisonPlan
 
 
 def data_of(data: str, name: str) -> str:
-    """The data of one task in a folder for both: what has its name there, or the one zip file in that."""
+    """The data of one task in a folder for both: the entry of that name, or the one zip file in it."""
     folder = Path(data).expanduser()
     paths = [path for path in (folder / name, folder / f"{name}.zip") if path.exists()]
     if not paths:

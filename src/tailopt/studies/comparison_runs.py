@@ -267,11 +267,11 @@ def _same_study(plan: ComparisonPlan, path: Path) -> dict[str, Any]:
         both = old["columns"].keys() & new["columns"].keys()
         pairs = [(key, old.get(key), new[key]) for key in new if key != "columns"]
         pairs += [(label, old["columns"][label], new["columns"][label]) for label in both]
-        for key, there, here in pairs:
-            if there != here:
+        for key, recorded, asked in pairs:
+            if recorded != asked:
                 raise ValueError(
-                    f"{path.parent} holds a study with another {key}: {json.dumps(there)} there, {json.dumps(here)} "
-                    "here. Use another folder: --out FOLDER."
+                    f"{path.parent} holds a study with another {key}: {json.dumps(recorded)} there, "
+                    f"{json.dumps(asked)} here. Use another folder: --out FOLDER."
                 )
         new["columns"] = {**old["columns"], **new["columns"]}
     return new

@@ -250,7 +250,7 @@ def _methods_section(plan: ConvexPlan) -> list[str]:
         "## How",
         "",
         f"{plan.samples} samples of dimension {plan.dimension}, dealt out to {plan.nodes} nodes at random; "
-        f"noise drawn once, before the split; batch {plan.batch_size}, {plan.local_steps} local steps a round, "
+        f"noise drawn once, before the split; batch {plan.batch_size}, {plan.local_steps} local steps per round, "
         "all nodes in every round. Loss: half the mean squared error. w starts at 0; the last iterate is reported, "
         "without averaging. Learning rates and thresholds are constant. Inner state is new in every round, but "
         "for diloco, which keeps it; adam2 sends the outer second moment to the nodes; outer Adam is without bias "

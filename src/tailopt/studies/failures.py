@@ -245,7 +245,7 @@ def _settings(results: FailureResults) -> list[str]:
         f"alpha = {plan.alpha:g}.",
         f"Failures: every node is away half of the time ({plan.away:g}), independently by round, or for "
         f"{plan.stretch:g} rounds on average; or nodes {', '.join(map(str, plan.missing))} always; "
-        f"drawn by weight: {plan.present} draws a round.",
+        f"drawn by weight: {plan.present} draws per round.",
         f"avg-l2clip: ilr = {ilr:g}·2/(t+1), i_u = {u:g}·t^(1/{2 * plan.alpha:g}), t counting the steps of the run "
         f"(own clocks: those of the node); 1/mu = {1 / results.convexity:.3g}, ilr must be above. Promised: slope "
         f"{-results.promised_rate:.3f} or steeper.",

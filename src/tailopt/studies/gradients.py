@@ -289,7 +289,7 @@ def report(results: GradientsResults, label: str, claims: Sequence[Claim] | None
         "",
         *markdown_table(head, sizes, "lr"),
         "",
-        f"- {plan.nodes} nodes, {plan.local_steps} local steps a round, {plan.coordinates} coordinates "
+        f"- {plan.nodes} nodes, {plan.local_steps} local steps per round, {plan.coordinates} coordinates "
         f"followed, seed {plan.seed}; model {plan.column.settings.get('pretrained', 'of the preset')!r}, "
         f"preset {plan.column.preset}.",
         "- Settings: "

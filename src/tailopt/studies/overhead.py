@@ -292,7 +292,7 @@ def evaluate_claim(rows: Sequence[OverheadRow]) -> Claim:
         8,
         "bi2clip has the smallest overhead (its rank is judged by the GLUE study).",
         state["bi2clip"] <= least + 0.01 if "bi2clip" in state else None,
-        f"state of {least:.2f} bytes a parameter: {', '.join(same)}; most of all: {max(state.values()):.1f}. "
+        f"state of {least:.2f} bytes per parameter: {', '.join(same)}; most of all: {max(state.values()):.1f}. "
         "The copy of the start weights, 4 bytes, every nested method keeps",
     )
 
@@ -308,7 +308,7 @@ def report(rows: Sequence[OverheadRow], parameters: int, claims: Sequence[Claim]
     lines = [
         "# Overhead",
         "",
-        f"Bytes a parameter, measured / by formula; {NODES} nodes over gloo on one machine, "
+        f"Bytes per parameter, measured / by formula; {NODES} nodes over gloo on one machine, "
         f"{parameters} parameters, fp32. The outer state is counted once, shared out over the nodes.",
         "",
         *markdown_table(head, texts, "lr"),
@@ -334,7 +334,7 @@ def draw(rows: Sequence[OverheadRow], path: Path) -> None:
         axis.barh(names, widths, left=left, color=colour, label=kind)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axis.invert_yaxis()
-    axis.set_xlabel("bytes a parameter, measured")
+    axis.set_xlabel("bytes per parameter, measured")
     axis.legend(fontsize=8, frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
     save(figure, path)

@@ -356,13 +356,13 @@ def report(results: PretrainingResults, judge: bool = True) -> str:
     lines = [
         *markdown_table(head, rows, "lr"),
         "",
-        f"Mean over {len(plan.seeds)} seeds, ± their standard deviation; loss in nats a token, gap to data-parallel "
+        f"Mean over {len(plan.seeds)} seeds, ± their standard deviation; loss in nats per token, gap to data-parallel "
         "AdamW on the same batches. Less is better.",
         "",
         f"- {results.data} Such a model has a loss of {results.unigram_loss:.3f}.",
         f"- GPT-2 from scratch, {model['layers']} layers, {model['width']} wide, {model['heads']} heads, "
         f"{'bytes' if plan.preset == 'small' and not plan.tokenizer else 'tokens'} in blocks of "
-        f"{model['length']}; {plan.rounds} rounds of {plan.local_steps} local steps, {plan.blocks} blocks a "
+        f"{model['length']}; {plan.rounds} rounds of {plan.local_steps} local steps, {plan.blocks} blocks per "
         f"step dealt to the nodes: {tokens:,} in all, preset {plan.preset}.",
         f"- Tuned with {plan.budget} random settings each, {TUNED_AT} nodes, seed {plan.tuning_seed}, on blocks "
         "held out of train; constant learning rates.",
@@ -402,13 +402,13 @@ def figure(results: PretrainingResults, path: Path) -> None:
             mean = [statistics.fmean(values) for values in zip(*curves, strict=True)]
             axis.plot(steps, mean, **{**_look(name), "marker": "o"}, markersize=2.5, linewidth=1.5)
         axis.axhline(unigram, color="#999999", linewidth=0.8, linestyle=(0, (2, 2)))
-        axis.set(title=f"{nodes} nodes", xlabel="step", ylabel="validation loss, nats a token", ylim=limits)
+        axis.set(title=f"{nodes} nodes", xlabel="step", ylabel="validation loss, nats per token", ylim=limits)
         axis.grid(alpha=0.25, linewidth=0.5)
     _gaps_panel(axes[-1], results)
     legend_below(drawing, axes[0], len(plan.names()))
     drawing.suptitle(
         f"Pretraining, the same tokens for everybody: mean of {len(plan.seeds)} seeds, {plan.local_steps} local "
-        "steps a round; grey: a unigram model; bars: the range of the seeds",
+        "steps per round; grey: a unigram model; bars: the range of the seeds",
         fontsize=10,
     )
     save(drawing, path)

@@ -119,7 +119,7 @@ def deviation_of_gap(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Claim:
-    """number and text: the paper's; verdict: "holds", "does not hold" or "cannot tell"; figures: what was seen."""
+    """number, text: the paper's; verdict: "holds", "does not hold" or "cannot tell"; figures: what was measured."""
 
     number: int
     text: str

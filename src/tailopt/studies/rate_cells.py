@@ -234,7 +234,7 @@ def clipping_limit(
     """||grad F||^2 at the point where clipped gradients cancel: mean over nodes of E biclip(grad F_i + noise) = 0.
 
     Learning rates that vanish slowly lead there, whatever the outer optimizer. With u = inf and d = 0 it is 0. The
-    expectation is a mean over quantiles of the noise, the point is found by descent along it.
+    expectation is a mean over quantiles of the noise, the point is the end of a descent along it.
     """
     task = task or GradientNoise(PANEL.objective, PANEL_ALPHA)
     known = task.problem(0)

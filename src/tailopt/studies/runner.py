@@ -4,9 +4,9 @@ A cell is one measurement of a study. `cells.jsonl` in the study's folder has on
 
     {"cell": {everything that the result depends on}, "result": ...}
 
-in the JSON of `records.history`, which writes numbers exactly and has a form for those that are not finite. A cell
-whose line is there is not run again, so a study that was stopped continues, and more seeds add to what is there. What
-does not fit in one line of text, such as all settings of a plan, enters the cell as a digest.
+in the JSON of `records.history`, which writes numbers exactly and can write those that are not finite. A recorded cell
+is not run again, so a study that was stopped continues, and more seeds add to the record. The settings of a plan enter
+a cell as a digest.
 """
 
 from __future__ import annotations

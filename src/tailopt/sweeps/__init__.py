@@ -1,1 +1,1 @@
-"""Settings found by trying: random search, recorded and resumable."""
+"""Search for settings: random search, recorded and resumable, and the spaces it looks in."""

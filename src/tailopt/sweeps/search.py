@@ -1,7 +1,8 @@
 """Random search over ranges, most of them logarithmic.
 
-The i-th point is a function of (seed, i) alone, so that a search can be stopped, resumed and extended, and that two
-searches with one seed try the same points. Every trial stands in a file, one JSON line each, as a round of a history.
+The i-th point is a function of (seed, i) alone, so that a search can be stopped, resumed and extended, and two searches
+with one seed try the same points. Every trial is one line of a file in the JSON of `records.history`, trial i as round
+i.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Values = dict[str, float]
 
 @dataclass(frozen=True)
 class Range:
-    """Where a setting may lie: between two numbers, uniformly in the logarithm unless `log` is False."""
+    """An interval for a setting, drawn from uniformly in the logarithm unless `log` is False."""
 
     low: float
     high: float
@@ -35,7 +36,7 @@ class Range:
             raise ValueError(f"Invalid range: [{self.low}, {self.high}]; need low <= high, and 0 < low in a logarithm.")
 
     def at(self, share: float) -> float:
-        """The number at a share in [0, 1] of the way."""
+        """The number at a share in [0, 1] of the way from low to high."""
         if not self.log:
             return self.low + share * (self.high - self.low)
         return math.exp(math.log(self.low) + share * (math.log(self.high) - math.log(self.low)))
@@ -59,7 +60,7 @@ def draw_point(ranges: Mapping[str, Range], seed: int, number: int) -> Point:
         True
     """
     shares = torch.rand(len(ranges), generator=generator(seed, "search", number), dtype=torch.float64).tolist()
-    return {name: where.at(share) for (name, where), share in zip(ranges.items(), shares, strict=True)}
+    return {name: interval.at(share) for (name, interval), share in zip(ranges.items(), shares, strict=True)}
 
 
 def search(
@@ -75,10 +76,10 @@ def search(
 
     Args:
         measure: points -> what was measured at each, `batch` of them at a time.
-        ranges: where each setting may lie.
-        budget: how many points, those in the record included.
-        record: a file with a line for every trial; what stands there is not tried again.
-        tick: told how many trials have just been done.
+        ranges: setting -> its interval.
+        budget: how many points, including those in the record.
+        record: a file with a line for every trial; trials in it are not run again.
+        tick: called with the number of trials that were just done.
 
     Examples:
         >>> trials = search(lambda points: [{"error": abs(p["x"] - 0.1)} for p in points], {"x": Range(0.01, 1)}, 50)
@@ -104,7 +105,7 @@ def search(
 
 
 def best(trials: Sequence[Trial], key: str) -> Trial:
-    """The trial with the least value; what is not a number counts as infinite, and the first of equals wins."""
+    """The trial with the least value; NaN counts as infinite, and the first of equals wins."""
     return min(trials, key=lambda trial: v if not math.isnan(v := trial.values[key]) else math.inf)
 
 
@@ -126,4 +127,4 @@ def _recorded(record: Path | None, ranges: Mapping[str, Range], seed: int) -> li
 
 def describe(ranges: Mapping[str, Range]) -> dict[str, Any]:
     """Ranges as plain values, for a record."""
-    return {name: [where.low, where.high, "log" if where.log else "linear"] for name, where in ranges.items()}
+    return {name: [r.low, r.high, "log" if r.log else "linear"] for name, r in ranges.items()}

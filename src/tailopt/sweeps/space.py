@@ -1,4 +1,4 @@
-"""Where the settings of an algorithm are looked for, in directions in which the result changes slowly.
+"""Where the settings of an algorithm are searched, along directions in which the result changes slowly.
 
     ilr = i_move / i_u,    i_d = i_share * i_u,    and likewise olr and o_d
 
@@ -18,13 +18,13 @@ Ranges = Mapping[str, Range]
 
 @dataclass(frozen=True)
 class Space:
-    """The ranges of every rule, inside and outside."""
+    """The ranges of every inner and every outer rule."""
 
     inner: Mapping[str, Ranges]
     outer: Mapping[str, Ranges]
 
     def ranges(self, name: str) -> dict[str, Range]:
-        """Those of an algorithm."""
+        """The ranges of an algorithm: those of its two rules."""
         outer, inner = ALGORITHMS[name]
         return {**self.inner[inner], **self.outer[outer]}
 
@@ -36,10 +36,10 @@ def settings_at(point: Point) -> dict[str, float]:
         >>> settings_at({"i_move": 0.05, "i_u": 0.5, "i_share": 0.2})
         {'i_u': 0.5, 'ilr': 0.1, 'i_d': 0.1}
     """
-    found = {key: value for key, value in point.items() if not key.endswith(("_move", "_share"))}
-    for level in ("i", "o"):
-        if f"{level}_move" in point:
-            found[f"{level}lr"] = point[f"{level}_move"] / point[f"{level}_u"]
-        if f"{level}_share" in point:
-            found[f"{level}_d"] = point[f"{level}_share"] * point[f"{level}_u"]
-    return found
+    settings = {key: value for key, value in point.items() if not key.endswith(("_move", "_share"))}
+    for prefix in ("i", "o"):
+        if f"{prefix}_move" in point:
+            settings[f"{prefix}lr"] = point[f"{prefix}_move"] / point[f"{prefix}_u"]
+        if f"{prefix}_share" in point:
+            settings[f"{prefix}_d"] = point[f"{prefix}_share"] * point[f"{prefix}_u"]
+    return settings

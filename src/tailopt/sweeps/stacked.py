@@ -1,7 +1,7 @@
 """Many settings of one algorithm on linear regression, over many seeds, as one tensor program.
 
-Weights are stacked as [settings, seeds, nodes, dimension], and the very rules of the simulation step all of them at
-once; the gradient of half the mean squared error is written out. Batches are those of the simulation, so that one
+Weights are stacked as [settings, seeds, nodes, dimension], and the rules of the simulation step all of them at once;
+the gradient of half the mean squared error is written out. The batches are those of the simulation, so that every
 setting follows `tailopt.simulate` up to rounding. It is for tuning: no guard, no partial participation, equal weights.
 """
 
@@ -26,8 +26,8 @@ from tailopt.tasks.synthetic import Synthetic
 class Batches:
     """The data of several seeds and nodes, in the order in which they are read.
 
-    x: [seeds, samples, dimension], y: [seeds, samples]; rows: [seeds, nodes, steps, batch]; share: what a sample
-    counts, 1 / size of its batch, 0 where a batch is padded.
+    x: [seeds, samples, dimension], y: [seeds, samples]; rows: [seeds, nodes, steps, batch]; share: the weight of a
+    sample, 1 / size of its batch, 0 where a batch is padded.
     """
 
     x: Tensor
@@ -38,7 +38,7 @@ class Batches:
 
     @classmethod
     def of(cls, task: Synthetic, seeds: Sequence[int], nodes: int, steps: int, batch_size: int) -> Batches:
-        """Those that the simulation reads with these seeds."""
+        """The batches that the simulation reads with these seeds."""
         problems = [task.problem(seed) for seed in seeds]
         rows = torch.zeros(len(seeds), nodes, steps, batch_size, dtype=torch.int64)
         share = torch.zeros(len(seeds), nodes, steps, batch_size, dtype=task.dtype)
@@ -53,7 +53,7 @@ class Batches:
         return cls(x, y, truth, rows, share)
 
     def gradient(self, w: Tensor, step: int) -> Tensor:
-        """Of half the mean squared error, for w of [settings, seeds, nodes, dimension]."""
+        """The gradient of half the mean squared error, for w of [settings, seeds, nodes, dimension]."""
         seeds = torch.arange(len(self.x))[:, None, None]
         x, y = self.x[seeds, self.rows[:, :, step]], self.y[seeds, self.rows[:, :, step]]
         residual = (torch.einsum("snbm,ksnm->ksnb", x, w) - y) * self.share[:, :, step]
@@ -70,7 +70,7 @@ def errors(
 ) -> Tensor:
     """The distance to the truth after every round: [settings, seeds, rounds].
 
-    make: settings -> the algorithm; it is called with tensors that hold a number for every point.
+    make: settings -> the algorithm; called once for every point.
     """
     k, (s, n) = len(points), data.rows.shape[:2]
     algorithms = [make(p) for p in points]
@@ -81,30 +81,30 @@ def errors(
     inner_numbers = {**_stacked(algorithms, "inner", (k, 1, 1, 1), dtype), "leading": 3}
     x = torch.zeros(k, s, m, dtype=dtype)
     outer_states: list[State] = [{}]
-    kept: list[State] = [{}]
-    found = []
+    inner_states: list[State] = [{}]
+    distances = []
     for t in range(rounds):
         w = x[:, :, None, :].expand(k, s, n, m).clone()
         if first.inner_state != "keep":
-            kept = [{}]
+            inner_states = [{}]
             if first.send_preconditioner and t:
                 v = outer_states[0]["exp_avg_sq"][:, :, None, :].expand_as(w)
-                kept = [fresh(w, v, 0 if first.send_preconditioner == "raw" else t)]
+                inner_states = [fresh(w, v, 0 if first.send_preconditioner == "raw" else t)]
         for step in range(local_steps):
-            inner.step([w], [data.gradient(w, t * local_steps + step)], kept, inner_numbers)
+            inner.step([w], [data.gradient(w, t * local_steps + step)], inner_states, inner_numbers)
         delta = (w - x[:, :, None, :]).mean(2)
         outer.step([x], [-delta], outer_states, outer_numbers)
-        found.append(torch.linalg.vector_norm(x - data.truth, dim=-1))
-    return torch.stack(found, dim=-1)
+        distances.append(torch.linalg.vector_norm(x - data.truth, dim=-1))
+    return torch.stack(distances, dim=-1)
 
 
 def _stacked(algorithms: Sequence[Algorithm], level: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-    """The rule's numbers: one tensor where settings differ, as they are where they cannot."""
+    """The rule's hyperparameters: one tensor for those that differ between the algorithms, unchanged otherwise."""
     every = [a.hparams(level) for a in algorithms]
-    plain = ("betas", "bias_correction", "scope", "dead_zone")
+    never_stacked = ("betas", "bias_correction", "scope", "dead_zone")
     return {
         word: value
-        if word in plain or all(other[word] == value for other in every)
+        if word in never_stacked or all(other[word] == value for other in every)
         else torch.tensor([other[word] for other in every], dtype=dtype).reshape(shape)
         for word, value in every[0].items()
     }
