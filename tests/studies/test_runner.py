@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tailopt.progress import Progress
-from tailopt.studies.runner import Grid, Report, digest, older_file, read_record, run_grid, write_results
+from tailopt.studies.runner import Grid, Tick, digest, older_file, read_record, run_grid, write_results
 
 SILENT = Progress(False)
 
@@ -31,7 +31,7 @@ CELLS = [Cell(name, seed) for name in ("a", "b") for seed in (0, 1)]
 
 
 def grid(measured: list[Cell], cells: list[Cell] = CELLS, **more: Any) -> Grid[Cell, Outcome]:
-    def measure(cell: Cell, report: Report) -> Outcome:
+    def measure(cell: Cell, tick: Tick) -> Outcome:
         measured.append(cell)
         return Outcome((0.1 + cell.seed, math.inf))
 
@@ -104,8 +104,8 @@ def test_progress_counts_the_units_of_missing_cells(tmp_path: Path, capsys: pyte
 
     shown: list[tuple[int, int, str]] = []
 
-    def measure(cell: Cell, report: Report) -> Outcome:
-        report(2)
+    def measure(cell: Cell, tick: Tick) -> Outcome:
+        tick(2)
         return Outcome(())
 
     cells = Grid(

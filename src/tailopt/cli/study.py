@@ -65,13 +65,15 @@ def add(commands: Any) -> None:
         help="run a study: tables, figures and claims into a folder",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="tailopt study NAME [--out FOLDER] [--quick] [OPTIONS]",
-        description=f"Run a study. What is in the folder already is not run again.\n\n{names}",
+        description=f"Run a study. What the folder already holds is not run again.\n\n{names}",
         epilog=f"example:\n{EXAMPLE}",
     )
     parser.add_argument("name", choices=[*STUDIES], metavar="NAME", help=", ".join(STUDIES))
-    parser.add_argument("--out", metavar="FOLDER", help="where it writes; by default studies/NAME")
+    parser.add_argument("--out", metavar="FOLDER", help="the folder of its tables and figures; by default studies/NAME")
     parser.add_argument(
-        "--quick", action="store_true", help="seconds instead of minutes: whether it works, not what it says"
+        "--quick",
+        action="store_true",
+        help="seconds instead of minutes: shows that the study works; its figures mean nothing",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress")
     for option, text in OPTIONS.items():

@@ -27,7 +27,7 @@ from tailopt.records import disk
 from tailopt.rounds.settle import EveryoneExcluded
 from tailopt.studies.comparison import AlgorithmResult, Comparison, ComparisonPlan, SeedRun, slug
 from tailopt.studies.protocol import tune
-from tailopt.studies.runner import RECORD, Grid, Report, older_file, read_record, run_grid
+from tailopt.studies.runner import RECORD, Grid, Tick, older_file, read_record, run_grid
 from tailopt.studies.search_spaces import SPACES
 from tailopt.studies.study import resolve_device
 from tailopt.tasks.task import Task
@@ -67,7 +67,7 @@ def compare(plan: ComparisonPlan, out: Path, progress: bool = True) -> Compariso
     with Progress(progress) as bar:
         choices = _choices(plan, pairs, out, bar)
 
-        def measure(cell: _ReportCell, report: Report) -> SeedRun:
+        def measure(cell: _ReportCell, tick: Tick) -> SeedRun:
             return _reported(plan, cell, choices[cell.column, cell.algorithm].settings, out / "runs" / cell.file_name())
 
         def after(cell: _ReportCell) -> None:  # the result is safe; weights are large

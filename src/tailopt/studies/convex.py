@@ -1,4 +1,4 @@
-"""The convex study: linear regression under noise of every tail, all algorithms, tuned alike.
+"""The convex study: linear regression under light and heavy-tailed noise, all algorithms, tuned alike.
 
 Data, model and metric are those of `tasks.synthetic`; the metric is |w - w*|. Every algorithm gets the same number of
 random settings on the tuning seeds (least mean log error, chosen for each horizon by itself), and is reported on other
@@ -40,7 +40,7 @@ from tailopt.studies.runner import as_json, write_results
 from tailopt.studies.study import StudyOptions
 from tailopt.studies.tables import markdown_table, ranges_lines, with_range
 
-SUMMARY = "linear regression under noise of every tail, all algorithms, tuned alike; an hour"
+SUMMARY = "linear regression under light and heavy-tailed noise, all algorithms, tuned alike; an hour"
 OPTIONS: tuple[str, ...] = ()
 
 FIGURE_1 = ("no noise", "Gaussian, scale 1", "Gaussian, scale 3", "Student-t, df 1.5")

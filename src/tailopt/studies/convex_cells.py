@@ -20,7 +20,7 @@ from tailopt.engines.simulate import simulate
 from tailopt.optional import missing
 from tailopt.progress import Progress
 from tailopt.studies.comparison import slug
-from tailopt.studies.runner import RECORD, Grid, Report, digest, older_file, run_grid
+from tailopt.studies.runner import RECORD, Grid, Tick, digest, older_file, run_grid
 from tailopt.sweeps.search import Point, Range, Trial, best, search
 from tailopt.sweeps.space import Space, settings_at
 from tailopt.sweeps.stacked import Batches, errors
@@ -177,7 +177,7 @@ def run_cells(plan: ConvexPlan, out: Path, bar: Progress) -> dict[ConvexCell, Ce
     """Tune and report every algorithm on every panel."""
     batches: dict[tuple[str, str], tuple[Batches, Batches]] = {}
 
-    def measure(cell: ConvexCell, report: Report) -> CellResult:
+    def measure(cell: ConvexCell, tick: Tick) -> CellResult:
         panel = cell.features, cell.noise
         if panel not in batches:
             batches.clear()  # cells come panel by panel, and data are large
@@ -237,7 +237,7 @@ def run_checks(plan: ConvexPlan, results: Mapping[ConvexCell, CellResult], out: 
     grid = Grid[str, Check](
         cells=HEADLINE if HEAVY in plan.noises else (),
         key=lambda name: {"check": name, "plan": plan.key()},
-        measure=lambda name, report: _check(plan, results[ConvexCell("syntoken", HEAVY, name)]),
+        measure=lambda name, tick: _check(plan, results[ConvexCell("syntoken", HEAVY, name)]),
         encode=Check.as_json,
         decode=Check.decode,
         label=lambda name: f"by tailopt.simulate: {name}",

@@ -33,7 +33,7 @@ from tailopt.schedules import cosine
 from tailopt.seeds import derive, generator
 from tailopt.studies.plots import save
 from tailopt.studies.protocol import UNJUDGED
-from tailopt.studies.runner import RECORD, Grid, Report, as_json, digest, run_grid, write_results
+from tailopt.studies.runner import RECORD, Grid, Tick, as_json, digest, run_grid, write_results
 from tailopt.studies.study import StudyOptions, resolve_device
 from tailopt.studies.tables import markdown_table, settings_text, with_range
 
@@ -240,7 +240,7 @@ def run_cells(out: Path, plan: DropsPlan, corpus: ByteCorpus, progress: bool) ->
     grid = Grid[DropsCell, PerplexityCurve](
         cells=[DropsCell(name, case, seed) for seed in plan.seeds for name in plan.algorithms for case in CASES],
         key=lambda cell: {**asdict(cell), "plan": plan.key(corpus.digest, cell.algorithm)},
-        measure=lambda cell, report: measure(plan, corpus, cell, report),
+        measure=lambda cell, tick: measure(plan, corpus, cell, tick),
         decode=lambda value: PerplexityCurve(**value),
         label=lambda cell: f"{cell.algorithm}, {cell.case}, seed {cell.seed}",
         units=plan.rounds,
@@ -249,8 +249,8 @@ def run_cells(out: Path, plan: DropsPlan, corpus: ByteCorpus, progress: bool) ->
         return run_grid(grid, out / RECORD, bar)
 
 
-def measure(plan: DropsPlan, corpus: ByteCorpus, cell: DropsCell, report: Report = lambda t: None) -> PerplexityCurve:
-    """One simulation; `report` is called with every round that is done."""
+def measure(plan: DropsPlan, corpus: ByteCorpus, cell: DropsCell, tick: Tick = lambda t: None) -> PerplexityCurve:
+    """One simulation; `tick` is called with every round that is done."""
     held_out = windows(corpus.held_out, plan.windows, plan.context, generator(0, "drops held-out"))
 
     def batch(node: int, round: int, step: int, generator: torch.Generator) -> Tensor:
@@ -271,7 +271,7 @@ def measure(plan: DropsPlan, corpus: ByteCorpus, cell: DropsCell, report: Report
         seed=cell.seed,
         evaluate=lambda net: {"perplexity": perplexity(net, held_out)},
         evaluate_every=plan.every,
-        loggers=[lambda row: report(row["round"])],
+        loggers=[lambda row: tick(row["round"])],
         progress=False,
     )
     rows = [row for row in result.history if row["metrics"]]

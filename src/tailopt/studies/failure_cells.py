@@ -18,7 +18,7 @@ from tailopt.progress import Progress
 from tailopt.studies.failure_models import always, bursts, expected_shares, independent, own_clock_shares
 from tailopt.studies.iterate_average import IterateAverage
 from tailopt.studies.quadratics import PointModel, Quadratics, noisy_loss, two_camps
-from tailopt.studies.runner import RECORD, Grid, Report, digest, run_grid
+from tailopt.studies.runner import RECORD, Grid, Tick, digest, run_grid
 from tailopt.tasks.synthetic import draw_noise
 from tailopt.theory import Theory, theory
 
@@ -156,7 +156,7 @@ def run_cells(plan: FailuresPlan, out: Path, progress: bool) -> dict[FailureCell
         values = {"algorithm": cell.algorithm, "case": case.name, "equal": case.equal, "seed": cell.seed}
         return {**values, "plan": plan.key()}
 
-    def measure(cell: FailureCell, report: Report) -> list[float]:
+    def measure(cell: FailureCell, tick: Tick) -> list[float]:
         return trained(plan, cell, recorded_rounds(plan.rounds))[1]
 
     grid = Grid[FailureCell, list[float]](

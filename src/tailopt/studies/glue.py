@@ -21,7 +21,7 @@ from tailopt.studies.runner import write_results
 from tailopt.studies.study import StudyOptions
 from tailopt.studies.tables import markdown_table, mean_of_all, methods_section, metric_table, page, seeds_text
 
-SUMMARY = "the GLUE table: an encoder over ten nodes; ten minutes a task in the preset small, else days"
+SUMMARY = "the GLUE table: an encoder over ten nodes; ten minutes per task in the preset small, else days"
 OPTIONS = ("task", "preset", "model", "data", *COMPARISON_OPTIONS)
 
 # label -> its metrics; the first is the one of the figure

@@ -108,7 +108,7 @@ def run(out: Path, options: StudyOptions) -> Path:
     grid = Grid[str, Measured](
         cells=("avg-biclip", "avg-adam", "adam2") if options.quick else tuple(ALGORITHMS),
         key=lambda name: {"algorithm": name, "parameters": parameters},
-        measure=lambda name, report: measured(name, parameters),
+        measure=lambda name, tick: measured(name, parameters),
         encode=Measured.as_json,
         decode=Measured.decode,
         older=lambda name: older_file(out / "cells" / f"{name}-{parameters}.json"),

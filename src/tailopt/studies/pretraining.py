@@ -265,7 +265,7 @@ def run_cells(
     grid = Grid[PretrainingCell, list[float]](
         cells=[PretrainingCell(name, n, seed) for seed in plan.seeds for n in plan.counts for name in plan.names()],
         key=lambda cell: {**asdict(cell), "plan": plan.key()},
-        measure=lambda cell, report: trained(plan, cell, settings[cell.algorithm], "validation"),
+        measure=lambda cell, tick: trained(plan, cell, settings[cell.algorithm], "validation"),
         label=lambda cell: f"{cell.algorithm}, {cell.nodes} nodes, seed {cell.seed}",
     )
     return run_grid(grid, out / RECORD, bar)

@@ -132,7 +132,7 @@ def run_cells(cells: list[RateCell], out: Path | None, progress: bool) -> dict[R
     grid = Grid[RateCell, Measurement](
         cells=cells,
         key=RateCell.key,
-        measure=lambda cell, report: measure(cell),
+        measure=lambda cell, tick: measure(cell),
         decode=lambda value: Measurement(**value),
         label=lambda cell: f"{cell.name}, alpha = {cell.alpha}",
     )

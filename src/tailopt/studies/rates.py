@@ -125,8 +125,8 @@ def report(results: Rates, judge: bool = True) -> str:
     ]
     if results.thresholds:
         lines += ["", *_thresholds_table(results)]
-    claims = [claim.line() for claim in evaluate_claims(results)]
-    lines += ["", "## Claims", "", *([*_rate_lines(results), *claims] if judge else [UNJUDGED])]
+    lines += ["", "## Claims", ""]
+    lines += [*_rate_lines(results), *(c.line() for c in evaluate_claims(results))] if judge else [UNJUDGED]
     return "\n".join([*lines, "", "## Settings", "", *_settings_lines(results)]) + "\n"
 
 

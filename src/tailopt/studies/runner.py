@@ -26,7 +26,7 @@ RECORD = "cells.jsonl"
 
 C = TypeVar("C", bound=Hashable)
 R = TypeVar("R")
-Report = Callable[[int], None]
+Tick = Callable[[int], None]
 
 
 def as_json(value: Any) -> Any:
@@ -60,7 +60,7 @@ class Grid(Generic[C, R]):
     Attributes:
         cells: in the order in which they run.
         key: a cell as JSON: everything that its result depends on.
-        measure: (cell, report) -> the result, which is plain JSON or a dataclass of it; report(n) tells progress that
+        measure: (cell, tick) -> the result, which is plain JSON or a dataclass of it; tick(n) tells progress that
             n of the cell's `units` are done.
         encode, decode: the result -> its JSON, and back.
         label: what progress calls a cell.
@@ -70,7 +70,7 @@ class Grid(Generic[C, R]):
 
     cells: Sequence[C]
     key: Callable[[C], Mapping[str, Any]]
-    measure: Callable[[C, Report], R]
+    measure: Callable[[C, Tick], R]
     encode: Callable[[R], Any] = as_json
     decode: Callable[[Any], R] = _as_it_is
     label: Callable[[C], str] = str
@@ -92,11 +92,11 @@ def run_grid(grid: Grid[C, R], record: Path | None, bar: Progress) -> dict[C, R]
     total = len(missing) * grid.units
     for number, cell in enumerate(missing):
 
-        def report(done: int, start: int = number * grid.units, label: str = grid.label(cell)) -> None:
+        def tick(done: int, start: int = number * grid.units, label: str = grid.label(cell)) -> None:
             bar.update(start + done, total, label)
 
-        report(0)
-        result = grid.encode(grid.measure(cell, report))
+        tick(0)
+        result = grid.encode(grid.measure(cell, tick))
         if record is not None:
             record.parent.mkdir(parents=True, exist_ok=True)
             history.append(record, {"cell": as_json(grid.key(cell)), "result": result})
