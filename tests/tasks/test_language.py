@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import tailopt
 from tailopt.cli import configuration
-from tailopt.tasks import files, texts
+from tailopt.tasks import blocks, texts
+from tailopt.tasks.blocks import Blocks
 from tailopt.tasks.language import Language, negative_log_likelihood
 from tailopt.tasks.table import PRESETS, task
-from tailopt.tasks.texts import Blocks, roles, samples
 
 pytest.importorskip("transformers")
 
@@ -42,127 +40,6 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-# --- Shakespeare's roles ----------------------------------------------------------------------------------------------
-
-PLAYS = """\
-THE SONNETS
-
-by William Shakespeare
-
-  From fairest. We desire increase,
-    That thereby beauty's rose might never die,
-
-1602
-
-ANY PLAY
-
-by William Shakespeare
-
-  An Apothecary.   \x20
-  KING. Who speaks?
-    I hear.
-
-          Enter a Fool
-  Sir Fool. Nobody,
-    nobody.
-  KING. Nobody!
-   Three blanks belong to nobody.
-  SIR FOOL. Not I.
-  PAGE. Two lines
-    are too few.
-
-THE COMEDY OF ERRORS
-
-by William Shakespeare
-
-ACT I. SCENE 1
-DUKE. At the margin
-one goes on
-at the margin.
-<this is nobody's>
-nor is this
-MERCHANT. So
-it is,
-
-indeed.
-"""
-
-
-def test_roles_are_found_by_leafs_rules():
-    assert roles(PLAYS) == {
-        ("ANY PLAY", "KING"): ["Who speaks?", "I hear.", "Enter a Fool".rjust(18), "Nobody!"],
-        ("ANY PLAY", "SIR FOOL"): ["Nobody,", "nobody.", "Not I."],
-        ("THE COMEDY OF ERRORS", "DUKE"): ["At the margin", "one goes on", "at the margin."],
-        ("THE COMEDY OF ERRORS", "MERCHANT"): ["So", "it is,", "", "indeed."],
-    }
-
-
-def test_trailing_blanks_do_not_begin_a_speech():
-    kept = roles("\n".join(line.rstrip() for line in PLAYS.splitlines()))
-    assert kept == roles(PLAYS) and not any("APOTHECARY" in role for _, role in kept)
-
-
-@needs_data
-def test_shakespeare_has_leafs_users_and_two_samples_more():
-    text = files.read(Path(str(DATA)) / "text" / "shakespeare-leaf.txt.xz")
-    sizes = [samples(lines) for lines in roles(text).values()]
-    # LEAF: 1,129 users with a sample, 4,226,158 samples; the paper: 1,144 nodes, those without a sample counted. LEAF
-    # does not cut trailing blanks; on this copy of the text its rules then give 1,130 users and 4,226,206 samples. So
-    # it counted another copy (where it got its text has moved, says its issue 13), in which at least the Apothecary's
-    # line of the next test has none. Where that copy lacks two more characters, nobody can tell without it.
-    assert len(sizes) == 1144
-    assert sum(size > 0 for size in sizes) == 1129
-    assert sum(sizes) == 4_226_158 + 2
-
-
-@needs_data
-def test_the_role_that_only_trailing_blanks_make_is_the_apothecary():
-    text = files.read(Path(str(DATA)) / "text" / "shakespeare-leaf.txt.xz")
-    (number,) = [i for i, line in enumerate(text.split("\n")) if line.strip() == "An Apothecary."]
-    lines = text.split("\n")
-    assert lines[number] != lines[number].rstrip()  # this is what made it a role
-    # with a word behind the full stop, which the rules cannot tell from blanks, there is one role more, of 46 samples
-    lines[number] = lines[number].rstrip() + " |"
-    found = roles("\n".join(lines))
-    (extra,) = found.keys() - roles(text).keys()
-    assert extra == ("THE TRAGEDY OF ROMEO AND JULIET", "AN APOTHECARY")
-    assert samples(["", *found[extra][1:]]) == 46
-
-
-def test_samples_of_leaf_can_be_read_back():
-    text = "the quality of mercy is not strained"
-    windows = [(text[i : i + 5], text[i + 5]) for i in range(len(text) - 5)]
-    assert texts.unrolled(["a"] * len(windows), *zip(*windows, strict=True)) == {"a": text}
-
-
-# --- Blocks -----------------------------------------------------------------------------------------------------------
-
-
-@given(n=st.integers(0, 40), length=st.integers(2, 9), whole=st.booleans())
-def test_blocks_keep_every_token_but_a_rest_that_predicts_nothing(n: int, length: int, whole: bool):
-    numbers = torch.arange(100, 100 + n)
-    found = Blocks.of(numbers, length, whole)
-    rest = n % length
-    kept = n - rest if whole or rest == 1 else n
-    assert found.real().tolist() == numbers[:kept].tolist()
-    assert len(found.real(1)) == kept - len(found)
-    assert all(2 <= count <= length for count in found.counts.tolist())
-
-
-def test_a_unigram_model_of_uniform_tokens_has_the_vocabulary_as_its_perplexity():
-    assert texts.unigram_perplexity(torch.arange(7), torch.arange(7), 7) == pytest.approx(7)
-    # tokens 0, 0, 1 of four: (2+1)/7 and (1+1)/7
-    expected = math.exp(-(math.log(3 / 7) + math.log(2 / 7)) / 2)
-    assert texts.unigram_perplexity(torch.tensor([0, 0, 1]), torch.tensor([0, 1]), 4) == pytest.approx(expected)
-
-
-def test_renumbering_keeps_what_is_equal():
-    first, second = Blocks.of(torch.tensor([900, 3, 900, 17, 17]), 3), Blocks.of(torch.tensor([3, 17]), 3)
-    (a, b), vocabulary = texts.renumbered([first, second])
-    assert vocabulary == 3 and a.real().tolist() == [2, 0, 2, 1, 1] and b.real().tolist() == [0, 1]
-    assert int(a.ids.max()) < vocabulary
-
-
 # --- The task ---------------------------------------------------------------------------------------------------------
 
 
@@ -174,7 +51,7 @@ def test_a_node_is_a_file_and_its_end_tests(folder: Path):
     cut = round(0.8 * len(text))
     trained = bytes(Blocks(*first.tensors).real().tolist())  # type: ignore[attr-defined]
     assert trained == text[:cut]
-    assert bytes(found.corpus.judged.real().tolist()).startswith(text[cut:])
+    assert bytes(found.corpus.evaluated.real().tolist()).startswith(text[cut:])
     assert len(found.nodes(seed=0, n=0)) == 2 and len(second) > 0
 
 
@@ -185,12 +62,12 @@ def test_held_out_blocks_are_the_last_of_train_and_the_nodes_do_not_get_them(fol
         assert len(less) == len(whole) - int(0.25 * len(whole))
         assert torch.equal(whole.ids[: len(less)], less.ids)
     held = torch.cat([w.ids[len(k) :] for w, k in zip(plain.corpus.train, tuning.corpus.train, strict=True)])
-    assert torch.equal(tuning.corpus.judged.ids, held)
+    assert torch.equal(tuning.corpus.evaluated.ids, held)
 
 
 def test_limits_draw_the_same_blocks_for_every_seed(folder: Path):
     found = Language("texts", data=str(folder), limit=3, evaluated=2, **TINY)
-    assert [len(node) for node in found.nodes(0, 2)] == [3, 3] and len(found.corpus.judged) == 2
+    assert [len(node) for node in found.nodes(0, 2)] == [3, 3] and len(found.corpus.evaluated) == 2
     one, other = (found.nodes(seed, 2)[0].tensors[0] for seed in (0, 1))  # type: ignore[attr-defined]
     assert torch.equal(one, other)
     longest = Language("texts", data=str(folder), largest=1, characters=100, **TINY)
@@ -200,9 +77,9 @@ def test_limits_draw_the_same_blocks_for_every_seed(folder: Path):
 def test_pretraining_deals_whole_blocks(folder: Path):
     found = Language("pretraining", data=str(folder), **TINY)
     parts = found.nodes(seed=0, n=3)
-    blocks = torch.cat([part.tensors[0] for part in parts])  # type: ignore[attr-defined]
+    dealt = torch.cat([part.tensors[0] for part in parts])  # type: ignore[attr-defined]
     every = Blocks.joined(found.corpus.train)
-    assert sorted(blocks.tolist()) == sorted(every.ids.tolist())
+    assert sorted(dealt.tolist()) == sorted(every.ids.tolist())
     assert bool((every.counts == 16).all()) and max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
@@ -222,8 +99,8 @@ def test_perplexity_of_a_uniform_model_is_the_vocabulary_and_padding_only_lowers
     found = Language("texts", data=str(folder), **TINY)
     metrics = found.evaluate(Uniform(256), seed=0)
     assert metrics["perplexity"] == pytest.approx(256, rel=1e-5) and metrics["loss"] == pytest.approx(math.log(256))
-    judged = found.corpus.judged
-    share = float((judged.counts - 1).sum()) / (len(judged) * 15)
+    evaluated = found.corpus.evaluated
+    share = float((evaluated.counts - 1).sum()) / (len(evaluated) * 15)
     assert share < 1
     assert metrics["perplexity_with_padding"] == pytest.approx(256**share, rel=1e-5)
 
@@ -308,10 +185,10 @@ def test_shakespeare_in_the_small_preset_with_gpt2s_tokenizer():
 def test_a_second_look_at_the_same_texts_comes_from_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch):
     settings = {**TINY, "tokenizer": f"{MODELS}/gpt2-tokenizer"}
     first = Language("texts", data=str(folder), **settings).corpus
-    texts.corpus.cache_clear()
-    monkeypatch.setattr(texts.torch, "tensor", None)  # what tokenising would need
+    blocks.load_blocks.cache_clear()
+    monkeypatch.setattr(blocks.torch, "tensor", None)  # what tokenising would need
     second = Language("texts", data=str(folder), **settings).corpus
-    assert torch.equal(first.judged.ids, second.judged.ids) and second.vocabulary == 50257
+    assert torch.equal(first.evaluated.ids, second.evaluated.ids) and second.vocabulary == 50257
 
 
 @needs_models
@@ -379,12 +256,12 @@ def test_bad_data_get_a_sentence_before_any_training(folder: Path, tmp_path: Pat
     with pytest.raises(ValueError, match=r"Invalid data: 'none' has 0 tokens, too few to train and to test on"):
         nodes(data=str(empty))
     (empty / "none.txt").write_bytes("Köln".encode("latin-1"))
-    texts.sources.cache_clear()
+    texts.load_texts.cache_clear()
     with pytest.raises(ValueError, match=r"a file of .* is not UTF-8"):
         nodes(data=str(empty))
-    with pytest.raises(ValueError, match=r"Invalid nodes: got 5, and there are 2 sources"):
+    with pytest.raises(ValueError, match=r"Invalid nodes: got 5, and there are 2 texts"):
         Language("texts", data=str(folder), **TINY).nodes(0, 5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"Invalid hold_out: 0.001 of the blocks of any source is less than one"):
+    with pytest.raises(ValueError, match=r"Invalid hold_out: 0.001 of the blocks of any text is less than one"):
         nodes(data=str(folder), judge="held-out", hold_out=0.001)
 
 

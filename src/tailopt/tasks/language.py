@@ -1,9 +1,9 @@
-"""Language modelling where every node has texts of its own: roles of plays, works, files; and pretraining, dealt out.
+"""Language modelling where every node has its own texts: roles of plays, works, files; and pretraining on all of them.
 
     perplexity = exp(mean over predicted tokens of -log p(token | those before it in its block))
 
 A token counts once, whichever node it belongs to, and padding does not count. `perplexity_with_padding` divides the
-same sum by all positions, as if padding were predicted without error: for comparison with numbers that were got so.
+same sum by all positions, as if padding were predicted without error, for comparison with numbers computed like that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from tailopt.evaluation import evaluating
 from tailopt.splits.partitions import iid
-from tailopt.tasks import pretrained, texts
+from tailopt.tasks import pretrained
+from tailopt.tasks.blocks import BlockCorpus, BlockOptions, Blocks, load_blocks
 from tailopt.tasks.dataset_options import (
     check_choice,
     check_dataset_options,
@@ -87,15 +88,15 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Language:
-    """A causal language model on texts that are parted by where they come from, or dealt out in blocks.
+    """A causal language model on texts that are split by where they come from, or dealt out in blocks.
 
     shakespeare: a node is a role of a play, one of them takes part in a round; DistilGPT-2. Data: the complete works as
     Project Gutenberg had them in 1994 (100.txt; a zip file will do), or LEAF's samples from the hub.
     philosopher: a node is one of eight works; a GPT-2 of two layers from scratch. Data: a folder of eight text files
     with kant, hazlitt, austen, plato, tolstoy, federalist, dumas and dostoevsky in their names. Hazlitt's essays may
     stand in for the first volume of his collected works, single novels in one file for Austen's.
-    texts: a node is a text file of a folder: .txt or .md, UTF-8, perhaps with .gz or .xz behind; sub-folders are not
-    read. pretraining: the blocks of all such files, dealt to as many nodes as one likes.
+    texts: a node is a text file of a folder: .txt or .md, UTF-8, perhaps compressed (.gz, .xz); sub-folders are not
+    read. pretraining: the blocks of all such files, dealt to any number of nodes.
 
     Args:
         kind: one of these four.
@@ -104,13 +105,13 @@ class Language:
         data: a path as above, or a data set of the hub.
         layers, width, heads, dropout: of a model from scratch.
         length: tokens of a block.
-        test: the share of every source that tests, its end.
-        largest: only that many sources, the longest; 0 for all.
-        characters: of a source at most, from its beginning; 0 for all.
-        limit: training blocks of a source at most, drawn the same way for every seed; 0 for all.
+        test: the share of every text that tests: its end.
+        largest: only that many texts, the longest; 0 for all.
+        characters: of a text at most, from its beginning; 0 for all.
+        limit: training blocks of a text at most, drawn the same way for every seed; 0 for all.
         evaluated: blocks that are evaluated at most, likewise.
-        judge: what `evaluate` measures on: "validation", the ends of the sources, or "held-out", the last training
-            blocks of every source, which the nodes then do not get.
+        judge: what `evaluate` measures on: "validation", the ends of the texts, or "held-out", the last training
+            blocks of every text, which the nodes then do not get.
         hold_out: the share of those, rounded down.
         compact: of a model from scratch: its vocabulary is the tokens that occur in what is trained or tested on.
 
@@ -140,7 +141,7 @@ class Language:
     defaults: Defaults = USUAL
 
     def __post_init__(self) -> None:
-        """Refuse what no data could mend."""
+        """Refuse settings that fit no data."""
         check_choice("kind", self.kind, tuple(NAMES))
         check_dataset_options(self)
         check_minimum(self, layers=1, width=1, heads=1, length=2, largest=0, characters=0)
@@ -154,36 +155,37 @@ class Language:
 
     @property
     def name(self) -> str:
-        """As in the table of tasks."""
+        """The name in the table of tasks."""
         return self.kind
 
     @property
-    def corpus(self) -> texts.Corpus:
-        """The blocks by source."""
-        return texts.corpus(
-            self.kind,
-            self.data,
-            self.pretrained or self.tokenizer,
-            self.length,
-            self.test,
-            self.largest,
-            self.characters,
-            self.limit,
-            self.evaluated,
-            held_out_share(self),
-            self.compact,
+    def corpus(self) -> BlockCorpus:
+        """The blocks that are trained and evaluated on."""
+        options = BlockOptions(
+            kind=self.kind,
+            data=self.data,
+            tokenizer=self.pretrained or self.tokenizer,
+            length=self.length,
+            test=self.test,
+            largest=self.largest,
+            characters=self.characters,
+            limit=self.limit,
+            evaluated=self.evaluated,
+            hold_out=held_out_share(self),
+            compact=self.compact,
         )
+        return load_blocks(options)
 
     @property
     def data_description(self) -> str:
-        """What there is to train and to test on."""
-        found = self.corpus
+        """The texts and blocks to train and to evaluate on, and the perplexity of a unigram model."""
+        corpus = self.corpus
         what = {"shakespeare": "roles", "philosopher": "works"}.get(self.kind, "files")
-        parts = f"{texts.counted(found.train)} to train on, {texts.counted([found.judged])} evaluated"
         cut = f", the first {self.characters:,} characters of each" if self.characters else ""
         return (
-            f"{len(found.names):,} {what} from {self.data}{cut}: {parts}, {self.length} tokens a block, "
-            f"{found.vocabulary:,} different ones; a unigram model has a perplexity of {found.unigram:.4g}."
+            f"{len(corpus.names):,} {what} from {self.data}{cut}: {sum(map(len, corpus.train)):,} blocks to train on, "
+            f"{len(corpus.evaluated):,} blocks evaluated, {self.length} tokens a block, {corpus.vocabulary:,} "
+            f"different ones; a unigram model has a perplexity of {corpus.unigram:.4g}."
         )
 
     @property
@@ -195,12 +197,14 @@ class Language:
         """A copy of the pretrained model, or a GPT-2 with weights drawn from the seed."""
         if not self.pretrained:
             return self._fresh(seed)
-        made = pretrained.model("causal", self.pretrained, seed)
-        pretrained.check_fits(pretrained.tokenizer(self.pretrained), made, self.pretrained)
-        most = getattr(made.config, "max_position_embeddings", self.length)
-        if self.length > most:
-            raise ValueError(f"Invalid length: got {self.length}; {self.pretrained!r} reads at most {most}. Lower it.")
-        return made
+        model = pretrained.model("causal", self.pretrained, seed)
+        pretrained.check_fits(pretrained.tokenizer(self.pretrained), model, self.pretrained)
+        longest = getattr(model.config, "max_position_embeddings", self.length)
+        if self.length > longest:
+            raise ValueError(
+                f"Invalid length: got {self.length}; {self.pretrained!r} reads at most {longest}. Lower it."
+            )
+        return model
 
     def _fresh(self, seed: int) -> torch.nn.Module:
         vocabulary = self.corpus.vocabulary
@@ -219,14 +223,14 @@ class Language:
         return pretrained.fresh("causal", configuration, seed)
 
     def nodes(self, seed: int, n: int) -> list[Dataset[tuple[Tensor, ...]]]:
-        """A node a source, n being their number, or 0; in pretraining the blocks of all, dealt to n nodes at random."""
+        """One node per text, with n their number or 0; in pretraining the blocks of all, dealt to n nodes at random."""
         train = self.corpus.train
         if self.kind == "pretraining":
-            blocks = texts.Blocks.joined(train)
+            blocks = Blocks.joined(train)
             return [TensorDataset(blocks.ids[part], blocks.counts[part]) for part in iid(len(blocks), n, seed)]
         if n not in (0, len(train)):
             raise ValueError(
-                f"Invalid nodes: got {n}, and there are {len(train)} sources; need that number, or 0. "
+                f"Invalid nodes: got {n}, and there are {len(train)} texts; need that number, or 0. "
                 f"For fewer, take the longest: largest = {n}."
             )
         return [TensorDataset(part.ids, part.counts) for part in train]
@@ -237,18 +241,20 @@ class Language:
 
     def evaluate(self, model: torch.nn.Module, seed: int) -> Mapping[str, float]:
         """Perplexity, the same with padding counted in, and the mean negative log-likelihood, as "loss"."""
-        found, judged = total(model, self.corpus.judged, self.corpus.vocabulary), self.corpus.judged
-        predicted = int((judged.counts - 1).sum())
-        positions = judged.counts.numel() * (self.length - 1)
+        corpus = self.corpus
+        counts = corpus.evaluated.counts
+        total = total_negative_log_likelihood(model, corpus.evaluated, corpus.vocabulary)
+        predicted = int((counts - 1).sum())
+        positions = counts.numel() * (self.length - 1)
         return {
-            "perplexity": _exp(found / predicted),
-            "perplexity_with_padding": _exp(found / positions),
-            "loss": found / predicted,
+            "perplexity": _exp(total / predicted),
+            "perplexity_with_padding": _exp(total / positions),
+            "loss": total / predicted,
         }
 
 
 def negative_log_likelihood(model: torch.nn.Module, ids: Tensor, counts: Tensor, reduction: str = "mean") -> Tensor:
-    """Of every token but the first of each block, given those before it; padding, behind the tokens, is left out."""
+    """Compute it for every token but the first of each block, given the tokens before it; padding is left out."""
     used = int(counts.max())
     numbers = ids[:, :used].long()
     padding = torch.arange(1, used, device=counts.device) >= counts[:, None]
@@ -257,8 +263,8 @@ def negative_log_likelihood(model: torch.nn.Module, ids: Tensor, counts: Tensor,
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
 
 
-def total(model: torch.nn.Module, blocks: texts.Blocks, vocabulary: int) -> float:
-    """The sum of the negative log-likelihoods of all predicted tokens, without dropout."""
+def total_negative_log_likelihood(model: torch.nn.Module, blocks: Blocks, vocabulary: int) -> float:
+    """Return the sum over all predicted tokens, without dropout."""
     device = next(model.parameters()).device
     at_once = LOGITS.get(device.type, LOGITS["cpu"]) // (vocabulary * blocks.ids.shape[1])
     with evaluating(model):
