@@ -6,7 +6,7 @@ import gzip
 import io
 import lzma
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,11 @@ def without_compression(name: str) -> str:
 
 
 def read(path: Path) -> str:
-    """The text of a file, decompressed by its ending. Line ends stay as they are."""
-    opened = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
-    with opened(path, "rb") as file:  # type: ignore[operator]
-        found: bytes = file.read()
-    return found.decode("utf-8")
+    """Read the text of a file, decompressed by its ending. Line ends stay as they are."""
+    open_file = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+    with open_file(path, "rb") as file:  # type: ignore[operator]
+        content: bytes = file.read()
+    return content.decode("utf-8")
 
 
 class Folder:
@@ -39,48 +39,41 @@ class Folder:
         True
     """
 
-    def __init__(self, path: Path, names: dict[str, Any]) -> None:
-        self.path, self._names = path, names
+    def __init__(self, path: Path, members: Mapping[str, Path | str]) -> None:
+        self.path = path
+        self._members = members  # by name: a path, or a name inside the zip file
 
     @staticmethod
     def of(path: Path, within: str = "") -> Folder:
-        """A folder, or a zip file; where it has a folder called `within`, that one."""
+        """Open a folder or a zip file; where it has a folder called `within`, that one."""
         if path.is_dir():
             inside = path / within if (path / within).is_dir() else path
             return Folder(path, {p.name: p for p in sorted(inside.iterdir()) if p.is_file()})
         if path.is_file() and zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                every = [name for name in archive.namelist() if name[-1] != "/"]
-            kept = [name for name in every if within and f"/{within}/" in f"/{name}"] or every
-            return Folder(path, {name.rsplit("/", 1)[-1]: name for name in kept})
+                members = [name for name in archive.namelist() if name[-1] != "/"]
+            members = [name for name in members if within and f"/{within}/" in f"/{name}"] or members
+            return Folder(path, {name.rsplit("/", 1)[-1]: name for name in members})
         raise FileNotFoundError(
             f"Invalid data: {str(path)!r} is neither a folder nor a zip file. Give the path of one."
         )
 
     def names(self) -> list[str]:
-        """Of all files."""
-        return sorted(self._names)
+        """Return the names of all files, sorted."""
+        return sorted(self._members)
 
     def has(self, name: str) -> bool:
-        """Whether there is such a file, compressed or not."""
-        return any(name + ending in self._names for ending in ENDINGS)
+        """Whether there is a file of this name, compressed or not."""
+        return any(name + ending in self._members for ending in ENDINGS)
 
     def text(self, name: str) -> str:
-        """What stands in a file."""
+        """Read a file by its name without the ending of a compression."""
         for ending in ENDINGS:
-            if (found := self._names.get(name + ending)) is not None:
-                return read(found) if isinstance(found, Path) else self._unzipped(found)
+            if (member := self._members.get(name + ending)) is not None:
+                return read(member) if isinstance(member, Path) else self._unzipped(member)
         raise FileNotFoundError(
             f"Invalid data: {self.path} has no {name}; it has {', '.join(self.names()) or 'nothing'}."
         )
-
-    def content(self, name: str) -> bytes:
-        """The bytes of a file."""
-        found = self._names[name]
-        if isinstance(found, Path):
-            return found.read_bytes()
-        with zipfile.ZipFile(self.path) as archive:
-            return archive.read(found)
 
     def _unzipped(self, name: str) -> str:
         with zipfile.ZipFile(self.path) as archive, archive.open(name) as file:
@@ -88,7 +81,7 @@ class Folder:
 
 
 def lines(text: str) -> list[str]:
-    """The lines of a text; only line feeds end one, as in the files that line up with each other.
+    """Split a text into lines. Only line feeds end one: other separators can be inside a sentence of aligned files.
 
     Examples:
         >>> lines("a\\u2028b\\r\\nc\\n")

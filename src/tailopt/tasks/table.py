@@ -34,7 +34,7 @@ TASKS: Mapping[str, Callable[..., Task]] = {
     **{f"translation/{name}": partial(translation, name) for name in TRANSLATION},
     **{kind: partial(Language, kind, **usual) for kind, usual in LANGUAGE.items()},
 }
-# name -> preset -> what differs
+# name -> preset -> settings that differ from the preset "paper"
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "syntoken": {"paper": {}, "small": {"samples": 1000, "dimension": 20}},
     "gaussian": {"paper": {}, "small": {"samples": 1000, "dimension": 20}},
@@ -48,7 +48,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 
 def task(name: str, preset: str = "paper", **settings: Any) -> Task:
-    """A task by name, in a preset, with settings of its own over that.
+    """Return a task by name, in a preset; settings override those of the preset.
 
     Examples:
         >>> task("syntoken", preset="small", noise="cauchy").samples

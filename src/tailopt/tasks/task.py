@@ -1,4 +1,4 @@
-"""What a task is: data, model, loss and metric, with the numbers that belong to them. It knows no algorithm."""
+"""The interface of a task: data, model, loss and metric, with defaults for a run. A task knows no algorithm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Defaults:
-    """How a task is run where nobody says otherwise."""
+    """How a task is run unless a setting overrides it."""
 
     nodes: int
     rounds: int
@@ -21,29 +21,32 @@ class Defaults:
     batch_size: int = 32
     weights: str | None = None  # None: equal; "samples"
     participants: int | None = None  # nodes in a round; None: all
-    metric: str = "loss"  # what of `evaluate` decides
+    metric: str = "loss"  # the metric of `evaluate` that runs are compared by
     lower_is_better: bool = True
 
 
 class Task(Protocol):
-    """One problem. Everything is a function of a seed, so that a run can be repeated."""
+    """One problem. Everything is a function of a seed, so that a run can be repeated.
+
+    A task may also have `data_description`, a sentence about its data for reports.
+    """
 
     @property
     def name(self) -> str:
-        """As in the table of tasks."""
+        """The name in the table of tasks."""
 
     @property
     def defaults(self) -> Defaults:
-        """How it is run where nobody says otherwise."""
+        """How the task is run unless a setting overrides it."""
 
     def model(self, seed: int) -> torch.nn.Module:
-        """A fresh model."""
+        """Build a model."""
 
     def nodes(self, seed: int, n: int) -> Sequence[Any]:
-        """The data of n nodes."""
+        """Return the data of n nodes."""
 
     def loss(self, model: torch.nn.Module, batch: Any) -> Tensor:
-        """A scalar."""
+        """Return the loss of a batch, a scalar."""
 
     def evaluate(self, model: torch.nn.Module, seed: int) -> Mapping[str, float]:
-        """The metrics of a model on what this seed holds out."""
+        """Return the metrics of a model on data that it is not trained on."""
