@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tailopt.algorithms import algorithm
 from tailopt.engines.simulate import simulate
-from tailopt.tasks.glue import PARTS, Glue, order, predicted, rows
+from tailopt.tasks.glue import FORMATS, Glue, fixed_shuffle, load_rows, predict
 from tailopt.tasks.table import task
 
 pytest.importorskip("transformers")
@@ -87,7 +87,7 @@ def tiny_encoder(folder: Path, entries: int) -> str:
 
 def lines_of(which: str, count: int) -> list[str]:
     """Rows in the columns of the task's files. The label can be read off the text's last words."""
-    part, found = PARTS[which], [] if which == "cola" else [HEADERS[which]]
+    part, found = FORMATS[which], [] if which == "cola" else [HEADERS[which]]
     header = list(part.header) or HEADERS[which].split("\t")
     for i in range(count):
         labels = part.classes or ("0.0", "2.500", "5.000")
@@ -106,7 +106,7 @@ def write(folder: Path, which: str, train: int = 24, dev: int = 12) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("which", PARTS)
+@pytest.mark.parametrize("which", FORMATS)
 def test_every_task_runs_from_files_to_metrics(which: str, tmp_path: Path, encoder: str) -> None:
     made = Glue(which, encoder, str(write(tmp_path / which, which)), length=16, dropout=False)
     start = made.model(0)
@@ -124,13 +124,13 @@ def test_every_task_runs_from_files_to_metrics(which: str, tmp_path: Path, encod
     )
     assert result.history[-1]["loss"] < 0.8 * result.history[0]["loss"]
     metrics = result.history[-1]["metrics"]
-    assert tuple(metrics) == made.metrics == PARTS[which].metrics and made.defaults.metric == made.metrics[0]
+    assert tuple(metrics) == made.metrics == FORMATS[which].metrics and made.defaults.metric == made.metrics[0]
     assert all(metrics[name] > 90 for name in metrics), metrics  # the label can be read off the text
     assert not result.model.training or start.training
 
 
 def test_the_table_has_all_nine_in_both_presets() -> None:
-    for which in PARTS:
+    for which in FORMATS:
         paper, small = task(f"glue/{which}"), task(f"glue/{which}", preset="small", length=48)
         assert isinstance(paper, Glue) and isinstance(small, Glue)
         assert (paper.name, paper.pretrained, paper.data) == (f"glue/{which}", "roberta-base", "nyu-mll/glue")
@@ -141,7 +141,7 @@ def test_the_table_has_all_nine_in_both_presets() -> None:
             1,
         )
         assert small.length == 48 and small.defaults.nodes == 10 and small.defaults.local_steps is not None
-        assert paper.defaults.metric == small.defaults.metric == PARTS[which].metrics[0]
+        assert paper.defaults.metric == small.defaults.metric == FORMATS[which].metrics[0]
         assert not paper.defaults.lower_is_better and not small.defaults.lower_is_better
 
 
@@ -166,7 +166,7 @@ def test_segments_and_lengths_reach_the_model(tmp_path: Path, encoder: str) -> N
     assert (segments.sum(1) == 6).all()  # "a film is bad ." and a separator
     model = made.model(0).eval()
     whole = model(input_ids=ids.long(), attention_mask=mask.long(), token_type_ids=segments.long()).logits
-    assert torch.allclose(predicted(model, (ids, mask, segments)), whole, atol=1e-6)
+    assert torch.allclose(predict(model, (ids, mask, segments)), whole, atol=1e-6)
     loss = made.loss(model, (ids, mask, segments, labels))
     assert torch.allclose(loss, torch.nn.functional.cross_entropy(whole, labels), atol=1e-6)
 
@@ -177,10 +177,10 @@ def test_predictions_stand_in_the_order_of_the_rows_and_modes_are_put_back(encod
     lengths = torch.randint(3, 17, (150,), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(16) < lengths[:, None]).int()
     ids = torch.randint(4, 20, (150, 16), generator=torch.Generator().manual_seed(1)).int() * mask
-    found = predicted(model, (ids, mask))
+    found = predict(model, (ids, mask))
     assert model.training and not model.dropout.training  # type: ignore[union-attr]
     for i in (0, 77, 149):
-        assert torch.allclose(found[i], predicted(model, (ids[i : i + 1], mask[i : i + 1]))[0], atol=1e-6)
+        assert torch.allclose(found[i], predict(model, (ids[i : i + 1], mask[i : i + 1]))[0], atol=1e-6)
 
 
 def test_seeds_draw_the_head_and_the_split_and_share_the_rows(tmp_path: Path, encoder: str) -> None:
@@ -224,7 +224,7 @@ def test_what_is_held_out_is_what_is_measured(tmp_path: Path, encoder: str) -> N
     model = made.model(0)
     with torch.no_grad():
         model.classifier.bias.copy_(torch.tensor([-100.0, 100.0]))  # type: ignore[union-attr]
-    ones = [i % 2 for i in order(50)[35:]]
+    ones = [i % 2 for i in fixed_shuffle(50)[35:]]
     assert made.evaluate(model, 0) == {"accuracy": pytest.approx(100 * sum(ones) / 15)}
     assert replace(made, judge="validation").evaluate(model, 0) == {"accuracy": 50.0}
     assert replace(made, judge="validation", evaluated=1).evaluate(model, 0)["accuracy"] in (0.0, 100.0)
@@ -257,10 +257,10 @@ def test_where_the_files_may_be(tmp_path: Path) -> None:
     with zipfile.ZipFile(packed, "w") as archive:
         for name in ("train.tsv", "dev.tsv"):
             archive.write(plain / name, f"SST-2/{name}")
-    whole = rows("sst2", str(plain)).parts
+    whole = load_rows("sst2", str(plain)).splits
     assert len(whole["train"]) == 24 and len(whole["validation"]) == 12
     for path in (plain.parent, packed, packed.parent, upper):
-        assert rows("sst2", str(path)).parts == whole
+        assert load_rows("sst2", str(path)).splits == whole
 
 
 def test_quotation_marks_and_byte_order_marks_are_text(tmp_path: Path) -> None:
@@ -268,33 +268,33 @@ def test_quotation_marks_and_byte_order_marks_are_text(tmp_path: Path) -> None:
     text = f'{header}\r\n1\t1\t2\tHe said " no .\tHe said\u2028yes "\r\n'
     for name in ("train.tsv", "dev.tsv"):
         (tmp_path / name).write_text(text, encoding="utf-8", newline="")
-    table = rows("mrpc", str(tmp_path)).parts["train"]
+    table = load_rows("mrpc", str(tmp_path)).splits["train"]
     assert table.texts == (['He said " no .'], ['He said\u2028yes "']) and table.labels == [1]
 
 
-def test_qnli_without_training_rows_parts_its_dev_set(tmp_path: Path) -> None:
+def test_qnli_without_training_rows_splits_its_dev_set(tmp_path: Path) -> None:
     write(tmp_path, "qnli", dev=50)
     (tmp_path / "train.tsv").unlink()
-    found = rows("qnli", str(tmp_path))
-    assert (len(found.parts["train"]), len(found.parts["validation"])) == (40, 10)
-    assert "without a train.tsv 40 of these are for training and 10 for validation" in found.found
+    found = load_rows("qnli", str(tmp_path))
+    assert (len(found.splits["train"]), len(found.splits["validation"])) == (40, 10)
+    assert "without a train.tsv 40 of these are for training and 10 for validation" in found.description
 
 
 def test_qqp_leaves_out_rows_that_are_cut_short_and_says_so(tmp_path: Path) -> None:
     write(tmp_path, "qqp")
     with (tmp_path / "train.tsv").open("a", encoding="utf-8") as file:
         file.write("7\t8\t9\tOnly one question\n")
-    found = rows("qqp", str(tmp_path))
-    assert len(found.parts["train"]) == 24 and "1 rows that are cut short were left out" in found.found
+    found = load_rows("qqp", str(tmp_path))
+    assert len(found.splits["train"]) == 24 and "1 rows that are cut short were left out" in found.description
 
 
 def test_full_stops_leave_the_dev_rows_only_where_the_training_rows_have_none(tmp_path: Path) -> None:
-    assert rows("mnli", str(write(tmp_path / "a", "mnli"))).parts["validation"].texts[1][0].endswith("bad .")
+    assert load_rows("mnli", str(write(tmp_path / "a", "mnli"))).splits["validation"].texts[1][0].endswith("bad .")
     other = write(tmp_path / "b", "mnli")
     text = (other / "train.tsv").read_text(encoding="utf-8")
     (other / "train.tsv").write_text(text.replace(" .\t", "\t"), encoding="utf-8")
-    found = rows("mnli", str(other))
-    assert found.parts["validation"].texts[1][0] == "a film is bad" and "full stops" in found.found
+    found = load_rows("mnli", str(other))
+    assert found.splits["validation"].texts[1][0] == "a film is bad" and "full stops" in found.description
 
 
 # --- bad input: one sentence each, before anything is trained
@@ -304,9 +304,9 @@ def test_a_wrong_path() -> None:
     with pytest.raises(
         FileNotFoundError, match=r"Invalid data: there is no '\./nowhere'.*zip file of MRPC.*--data PATH"
     ):
-        rows("mrpc", "./nowhere")
+        load_rows("mrpc", "./nowhere")
     with pytest.raises(FileNotFoundError, match=r"there is no 'MRPC\.zip'"):
-        rows("mrpc", "MRPC.zip")
+        load_rows("mrpc", "MRPC.zip")
     with pytest.raises(FileNotFoundError, match=r"Invalid model: there is no folder '/no/where'"):
         Glue("mrpc", pretrained="/no/where").model(0)
 
@@ -314,13 +314,13 @@ def test_a_wrong_path() -> None:
 def test_a_folder_without_the_task(tmp_path: Path) -> None:
     write(tmp_path / "RTE", "rte")
     with pytest.raises(FileNotFoundError, match=r"has neither MRPC\.zip, MRPC/ nor tab-separated files"):
-        rows("mrpc", str(tmp_path))
+        load_rows("mrpc", str(tmp_path))
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
     (write(tmp_path, "rte") / "train.tsv").unlink()
     with pytest.raises(FileNotFoundError, match=r"has no train\.tsv; it has dev\.tsv"):
-        rows("rte", str(tmp_path))
+        load_rows("rte", str(tmp_path))
 
 
 def test_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     with pytest.raises(OSError, match=r"Cannot get the data set 'nobody/has-it' from the hub: .*--data PATH"):
-        rows("mrpc", "nobody/has-it")
+        load_rows("mrpc", "nobody/has-it")
     with pytest.raises(OSError, match=r"Cannot load the model 'nobody/has-it' here or from the hub: .*--model PATH"):
         Glue("mrpc", pretrained="nobody/has-it").model(0)
 
@@ -341,7 +341,7 @@ def test_a_missing_column(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"Invalid data: dev\.tsv of .* has no column 'Quality'; it has quality, #1 ID"
     ):
-        rows("mrpc", str(tmp_path))
+        load_rows("mrpc", str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -359,8 +359,8 @@ def test_a_label_outside_its_range(which: str, good: str, bad: str, need: str, t
     path = tmp_path / "train.tsv"
     path.write_text(path.read_text(encoding="utf-8").replace(good, bad, 1), encoding="utf-8")
     line = {"rte": 3, "cola": 2, "stsb": 4}[which]
-    with pytest.raises(ValueError, match=rf"Invalid label: line {line} of train\.tsv of .* has {need}\. Mend"):
-        rows(which, str(tmp_path))
+    with pytest.raises(ValueError, match=rf"Invalid label: line {line} of train\.tsv of .* has {need}\. Correct"):
+        load_rows(which, str(tmp_path))
 
 
 def test_a_row_that_is_cut_short_and_a_file_without_rows(tmp_path: Path) -> None:
@@ -368,10 +368,10 @@ def test_a_row_that_is_cut_short_and_a_file_without_rows(tmp_path: Path) -> None
     with (tmp_path / "a" / "train.tsv").open("a", encoding="utf-8") as file:
         file.write("7\tOnly one sentence\n")
     with pytest.raises(ValueError, match=r"line 26 of train\.tsv of .* has 2 cells; need 4"):
-        rows("rte", str(tmp_path / "a"))
+        load_rows("rte", str(tmp_path / "a"))
     write(tmp_path / "b", "rte", dev=0)
     with pytest.raises(ValueError, match=r"dev\.tsv of .* has no rows"):
-        rows("rte", str(tmp_path / "b"))
+        load_rows("rte", str(tmp_path / "b"))
 
 
 def test_a_tokenizer_that_does_not_fit(tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_a_data_set_of_the_hub(which: str, tmp_path: Path, monkeypatch: pytest.M
     datasets = pytest.importorskip("datasets")
     from tailopt.tasks import glue
 
-    part, ending = PARTS[which], "_matched" if which == "mnli" else ""
+    part, ending = FORMATS[which], "_matched" if which == "mnli" else ""
     folder = tmp_path / "somebody" / "glue" / which
     folder.mkdir(parents=True)
     columns = part.hub or part.texts
@@ -434,10 +434,10 @@ def test_a_data_set_of_the_hub(which: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(glue.hub, "is_reachable", lambda: True)  # only then is a folder of that name looked for
     found = glue._from_hub(which, "somebody/glue")
-    assert found.parts["train"].labels == labels
-    assert found.parts["train"].texts[0][1] == f"{columns[0]} train {labels[1]}"
-    assert set(found.parts) == {"train", "validation", *(["mismatched"] if which == "mnli" else [])}
-    assert f"from the data set somebody/glue: train {len(labels)} rows" in found.found
+    assert found.splits["train"].labels == labels
+    assert found.splits["train"].texts[0][1] == f"{columns[0]} train {labels[1]}"
+    assert set(found.splits) == {"train", "validation", *(["mismatched"] if which == "mnli" else [])}
+    assert f"from the data set somebody/glue: train {len(labels)} rows" in found.description
 
 
 # --- the real files
@@ -453,9 +453,9 @@ def test_complete_files_have_the_official_counts(which: str) -> None:
         "rte": (2490, 277),
         "wnli": (635, 71),
     }
-    found = rows(which, given_data())
-    assert (len(found.parts["train"]), len(found.parts["validation"])) == official[which]
-    assert found.found.endswith("complete.")
+    found = load_rows(which, given_data())
+    assert (len(found.splits["train"]), len(found.splits["validation"])) == official[which]
+    assert found.description.endswith("complete.")
 
 
 @pytest.mark.parametrize(
@@ -467,15 +467,15 @@ def test_complete_files_have_the_official_counts(which: str) -> None:
     ],
 )
 def test_parts_of_the_files_will_do(which: str, train: int, validation: int, said: str) -> None:
-    found = rows(which, given_data())
-    assert (len(found.parts["train"]), len(found.parts["validation"])) == (train, validation)
-    assert said in found.found and "GLUE has" in found.found
-    texts = [{*zip(*table.texts, strict=True)} for table in found.parts.values()]
+    found = load_rows(which, given_data())
+    assert (len(found.splits["train"]), len(found.splits["validation"])) == (train, validation)
+    assert said in found.description and "GLUE has" in found.description
+    texts = [{*zip(*table.texts, strict=True)} for table in found.splits.values()]
     assert not texts[0] & texts[1]
 
 
 def test_the_majority_of_mrpc() -> None:
-    labels = rows("mrpc", given_data()).parts["validation"].labels
+    labels = load_rows("mrpc", given_data()).splits["validation"].labels
     assert sum(labels) == 279  # of 408: 68.4 %
 
 

@@ -28,19 +28,19 @@ from tailopt.tasks import files, hub, metrics, pretrained, tokens
 from tailopt.tasks.dataset_options import HELD_OUT, check_dataset_options, check_minimum, held_out_share
 from tailopt.tasks.task import Defaults
 
-SCORES = (0.0, 5.0)  # of STS-B
+SCORES = (0.0, 5.0)  # the range of STS-B
 BATCH = 64  # of evaluation
 
 
 @dataclass(frozen=True)
-class Part:
-    """One of the nine: how its files look, what decides, and how many rows the complete ones have.
+class Format:
+    """One of the nine tasks: the format of its files, its metrics, and the number of rows of the complete files.
 
     Attributes:
-        folder: as GLUE writes its name.
+        folder: the task's name in GLUE's spelling.
         texts, label: columns of the files.
-        classes: what stands in the label's column, in the order of the classes' numbers; none for a regression.
-        metrics: what `evaluate` gives, the first one decides.
+        classes: values in the label's column, in the order of the classes' numbers; none for a regression.
+        metrics: what `evaluate` returns; runs are compared by the first one.
         hub: columns of the texts at the hub, where they differ.
         header: the columns of files that have no line for them.
         cut_short: whether GLUE's own files have rows without their last cells.
@@ -61,25 +61,25 @@ class Part:
 PAIR = ("sentence1", "sentence2")
 BINARY = ("0", "1")
 ENTAILMENT = ("entailment", "not_entailment")
-PARTS: Mapping[str, Part] = {
-    "cola": Part(
+FORMATS: Mapping[str, Format] = {
+    "cola": Format(
         *("CoLA", ("sentence",), "label", BINARY, ("matthews",), 8551, 1043),
         header=("source", "label", "mark", "sentence"),
     ),
-    "sst2": Part("SST-2", ("sentence",), "label", BINARY, ("accuracy",), 67349, 872),
-    "mrpc": Part("MRPC", ("#1 String", "#2 String"), "Quality", BINARY, ("accuracy", "f1"), 3668, 408, hub=PAIR),
-    "stsb": Part("STS-B", PAIR, "score", (), ("spearman", "pearson"), 5749, 1500),
-    "qqp": Part(
+    "sst2": Format("SST-2", ("sentence",), "label", BINARY, ("accuracy",), 67349, 872),
+    "mrpc": Format("MRPC", ("#1 String", "#2 String"), "Quality", BINARY, ("accuracy", "f1"), 3668, 408, hub=PAIR),
+    "stsb": Format("STS-B", PAIR, "score", (), ("spearman", "pearson"), 5749, 1500),
+    "qqp": Format(
         *("QQP", ("question1", "question2"), "is_duplicate", BINARY, ("accuracy", "f1"), 363846, 40430),
         cut_short=True,
     ),
-    "mnli": Part(
+    "mnli": Format(
         *("MNLI", PAIR, "gold_label", ("entailment", "neutral", "contradiction"), ("accuracy",), 392702, 9815),
         hub=("premise", "hypothesis"),
     ),
-    "qnli": Part("QNLI", ("question", "sentence"), "label", ENTAILMENT, ("accuracy",), 104743, 5463),
-    "rte": Part("RTE", PAIR, "label", ENTAILMENT, ("accuracy",), 2490, 277),
-    "wnli": Part("WNLI", PAIR, "label", BINARY, ("accuracy",), 635, 71),
+    "qnli": Format("QNLI", ("question", "sentence"), "label", ENTAILMENT, ("accuracy",), 104743, 5463),
+    "rte": Format("RTE", PAIR, "label", ENTAILMENT, ("accuracy",), 2490, 277),
+    "wnli": Format("WNLI", PAIR, "label", BINARY, ("accuracy",), 635, 71),
 }
 # the preset "small": an encoder of 30M parameters and shorter texts, minutes on two cores
 SMALL: Mapping[str, Any] = {
@@ -96,17 +96,17 @@ SMALL: Mapping[str, Any] = {
 class Glue:
     """A task of GLUE: 10 nodes, IID, 10 rounds of one local epoch, batches of 32, 128 tokens, RoBERTa-base.
 
-    Files are expected as GLUE hands them out: `train.tsv` and `dev.tsv` (of MNLI `dev_matched.tsv`, and
-    `dev_mismatched.tsv` where it is there), split at tabs, quotation marks being letters like others, the columns named
-    in the first line; CoLA has no such line. Columns that are not needed may be missing. Stand-ins: without a training
-    file QNLI parts its dev set, four fifths to train on, and QQP trains on `dev.tsv` and validates on `test.tsv`. Where
-    nearly no sentence of MNLI's training file ends with a full stop, the dev rows lose theirs.
+    Files are expected as GLUE distributes them: `train.tsv` and `dev.tsv` (for MNLI `dev_matched.tsv`, and perhaps
+    `dev_mismatched.tsv`), split at tabs; quotation marks are ordinary characters, and the first line names the columns,
+    except in CoLA. Columns that are not needed may be missing. Where there is no training file, QNLI splits its dev
+    set, four fifths to train on, and QQP trains on `dev.tsv` and validates on `test.tsv`. Where nearly no sentence of
+    MNLI's training file ends with a full stop, the full stops of the dev rows are removed.
 
     Args:
         which: "cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte" or "wnli".
         pretrained: a folder or public name of the encoder and its tokenizer.
         data: a folder or zip file of one task, a folder of such (MRPC.zip, mrpc/), or a data set of the hub.
-        length: tokens that are kept of a sample.
+        length: tokens of a sample at most.
         limit: training samples, drawn the same way for every seed; 0 for all.
         evaluated: samples that are evaluated at most; 0 for all.
         judge: what `evaluate` measures on: "validation", or "held-out", a share of the training samples that the nodes
@@ -132,40 +132,40 @@ class Glue:
     defaults: Defaults = Defaults(nodes=10, rounds=10, local_epochs=1, batch_size=32, lower_is_better=False)
 
     def __post_init__(self) -> None:
-        """Refuse what no data could mend; the metric that decides is the task's unless another of its own is named."""
-        if self.which not in PARTS:
-            raise ValueError(f"Unknown task of GLUE: {self.which!r}; need one of {', '.join(PARTS)}.")
+        """Refuse settings that fit no data; runs are compared by the first metric unless another one is named."""
+        if self.which not in FORMATS:
+            raise ValueError(f"Unknown task of GLUE: {self.which!r}; need one of {', '.join(FORMATS)}.")
         check_dataset_options(self)
         check_minimum(self, length=8)
         if self.defaults.metric not in (*self.metrics, "accuracy_mismatched"):
-            usual = replace(self.defaults, metric=self.metrics[0], lower_is_better=False)
-            object.__setattr__(self, "defaults", usual)
+            defaults = replace(self.defaults, metric=self.metrics[0], lower_is_better=False)
+            object.__setattr__(self, "defaults", defaults)
 
     @property
     def name(self) -> str:
-        """As in the table of tasks."""
+        """The name in the table of tasks."""
         return f"glue/{self.which}"
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What `evaluate` gives; MNLI also accuracy_mismatched where there are such rows."""
-        return PARTS[self.which].metrics
+        """The metrics of `evaluate`; MNLI has accuracy_mismatched too where there are such rows."""
+        return FORMATS[self.which].metrics
 
     @property
     def data_description(self) -> str:
-        """Which files or splits there are, with their rows, and what of them is used how."""
-        return rows(self.which, self.data).found
+        """The files or splits of the data, with their numbers of rows, and what each is used for."""
+        return load_rows(self.which, self.data).description
 
     def model(self, seed: int) -> torch.nn.Module:
         """The encoder with a head drawn from the seed: a number for each class, or one for the score."""
-        classes = len(PARTS[self.which].classes) or 1
-        made = pretrained.model("classifier", self.pretrained, seed, num_labels=classes)
-        pretrained.check_fits(pretrained.tokenizer(self.pretrained), made, self.pretrained)
-        _check_length(self.length, getattr(made.config, "max_position_embeddings", self.length), self.pretrained)
-        for module in made.modules():
+        classes = len(FORMATS[self.which].classes) or 1
+        model = pretrained.model("classifier", self.pretrained, seed, num_labels=classes)
+        pretrained.check_fits(pretrained.tokenizer(self.pretrained), model, self.pretrained)
+        _check_length(self.length, getattr(model.config, "max_position_embeddings", self.length), self.pretrained)
+        for module in model.modules():
             if isinstance(module, torch.nn.Dropout) and not self.dropout:
                 module.p = 0.0
-        return made
+        return model
 
     def nodes(self, seed: int, n: int) -> list[Dataset[tuple[Tensor, ...]]]:
         """The training samples, dealt out at random."""
@@ -176,53 +176,53 @@ class Glue:
         """Cross-entropy; the mean squared error of the score."""
         *inputs, labels = batch
         outputs = logits(model, inputs)
-        if not PARTS[self.which].classes:
+        if not FORMATS[self.which].classes:
             return functional.mse_loss(outputs.squeeze(-1), labels)
         return functional.cross_entropy(outputs, labels)
 
     def evaluate(self, model: torch.nn.Module, seed: int) -> Mapping[str, float]:
-        """The metrics, in percent, on the validation rows or those held out."""
-        classes = PARTS[self.which].classes
-        found: dict[str, float] = {}
-        for name in self._judged():
-            *inputs, labels = self._tokenised(name)
-            outputs = predicted(model, inputs)
-            guesses = outputs.argmax(-1) if classes else outputs.squeeze(-1)
-            ending = "_mismatched" if name == "mismatched" else ""
-            found |= {metric + ending: metrics.label_metric(metric, labels, guesses) for metric in self.metrics}
-        return found
+        """The metrics, in percent, on the validation rows or on the rows held out."""
+        classes = FORMATS[self.which].classes
+        values: dict[str, float] = {}
+        for split in self._evaluated_splits():
+            *inputs, labels = self._tokenised(split)
+            outputs = predict(model, inputs)
+            predictions = outputs.argmax(-1) if classes else outputs.squeeze(-1)
+            ending = "_mismatched" if split == "mismatched" else ""
+            values |= {metric + ending: metrics.label_metric(metric, labels, predictions) for metric in self.metrics}
+        return values
 
-    def _judged(self) -> list[str]:
+    def _evaluated_splits(self) -> list[str]:
         if self.judge == HELD_OUT:
             return [HELD_OUT]
-        return [name for name in rows(self.which, self.data).parts if name != "train"]
+        return [split for split in load_rows(self.which, self.data).splits if split != "train"]
 
-    def _tokenised(self, name: str) -> tuple[Tensor, ...]:
-        most = self.limit if name == "train" else self.evaluated
-        return tokenised(self.which, self.data, self.pretrained, self.length, name, most, held_out_share(self))
+    def _tokenised(self, split: str) -> tuple[Tensor, ...]:
+        at_most = self.limit if split == "train" else self.evaluated
+        return tokenised(self.which, self.data, self.pretrained, self.length, split, at_most, held_out_share(self))
 
 
 def logits(model: torch.nn.Module, inputs: Sequence[Tensor]) -> Tensor:
-    """What a model says about a batch of token numbers, mask and, where the tokenizer has them, segments."""
+    """Return the outputs for a batch of token numbers, mask and, where the tokenizer has them, segments."""
     used = tokens.trimmed(inputs[1])
-    words = ("input_ids", "attention_mask", "token_type_ids")
-    named = {word: part[:, :used].long() for word, part in zip(words, inputs, strict=False)}
-    outputs: Tensor = model(**named).logits
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    arguments = {name: part[:, :used].long() for name, part in zip(names, inputs, strict=False)}
+    outputs: Tensor = model(**arguments).logits
     return outputs
 
 
-def predicted(model: torch.nn.Module, inputs: Sequence[Tensor]) -> Tensor:
-    """What a model says about many samples, in their order, without dropout; on the CPU."""
+def predict(model: torch.nn.Module, inputs: Sequence[Tensor]) -> Tensor:
+    """Return the outputs for many samples, in their order, without dropout; on the CPU."""
     device = next(model.parameters()).device
     order = inputs[1].sum(1).argsort()  # neighbours of one length need little padding
     with evaluating(model):
-        found = [logits(model, [part[some].to(device) for part in inputs]).cpu() for some in order.split(BATCH)]
-    return torch.cat(found).float()[order.argsort()]
+        outputs = [logits(model, [part[some].to(device) for part in inputs]).cpu() for some in order.split(BATCH)]
+    return torch.cat(outputs).float()[order.argsort()]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Texts by column, and a label a row: the number of its class, or the score."""
+    """Texts by column, and one label per row: the number of its class, or the score."""
 
     texts: tuple[list[str], ...]
     labels: list[float]
@@ -232,201 +232,203 @@ class Table:
         return len(self.labels)
 
     def only(self, order: Sequence[int]) -> Table:
-        """Some rows, in that order."""
+        """Return the rows at these positions, in this order."""
         return Table(tuple([column[i] for i in order] for column in self.texts), [self.labels[i] for i in order])
 
     def without_stops(self) -> Table:
-        """The rows without full stops at their ends."""
+        """Return the rows without full stops at the ends of their texts."""
         return Table(tuple([text.rstrip(" .") for text in column] for column in self.texts), self.labels)
 
 
 @dataclass(frozen=True)
-class Found:
+class Rows:
     """The rows of a task, as "train", "validation" and "mismatched", and a sentence about them."""
 
-    parts: Mapping[str, Table]
-    found: str
+    splits: Mapping[str, Table]
+    description: str
 
 
-def order(samples: int) -> list[int]:
-    """A fixed shuffle, so that all seeds hold out, leave out and evaluate the same rows."""
+def fixed_shuffle(samples: int) -> list[int]:
+    """Return a random order that is the same for all seeds: they hold out, leave out and evaluate the same rows."""
     shuffled: list[int] = torch.randperm(samples, generator=generator(0, "glue rows")).tolist()
     return shuffled
 
 
 @lru_cache(maxsize=8)
 def tokenised(
-    which: str, data: str, source: str, length: int, name: str, most: int, hold_out: float
+    which: str, data: str, name_or_path: str, length: int, split: str, at_most: int, hold_out: float
 ) -> tuple[Tensor, ...]:
-    """Token numbers [rows, length], mask, perhaps segments, and labels [rows].
+    """Return token numbers [rows, length], mask, perhaps segments, and labels [rows].
 
     Args:
-        name: "train", "held-out", "validation" or "mismatched".
-        most: rows; 0 for all.
+        name_or_path: of the tokenizer.
+        split: "train", "held-out", "validation" or "mismatched".
+        at_most: how many rows; 0 for all.
         hold_out: the share of the training rows that is not among "train".
     """
-    parts = rows(which, data).parts
-    table = parts["train" if name == "held-out" else name]
-    chosen = order(len(table))
-    kept = len(table) - max(1, round(hold_out * len(table))) if hold_out else len(table)
-    if name in ("train", "held-out"):
-        chosen = chosen[:kept] if name == "train" else chosen[kept:]
-    table = table.only(chosen[: most or len(chosen)])
-    words = pretrained.tokenizer(source)
-    _check_length(length, words.model_max_length, source)
+    splits = load_rows(which, data).splits
+    table = splits["train" if split == HELD_OUT else split]
+    chosen = fixed_shuffle(len(table))
+    cut = len(table) - max(1, round(hold_out * len(table))) if hold_out else len(table)
+    if split in ("train", HELD_OUT):
+        chosen = chosen[:cut] if split == "train" else chosen[cut:]
+    table = table.only(chosen[: at_most or len(chosen)])
+    tokenizer = pretrained.tokenizer(name_or_path)
+    _check_length(length, tokenizer.model_max_length, name_or_path)
 
-    def made() -> dict[str, Tensor]:
-        found = words(*table.texts, truncation=True, max_length=length)
+    def tokenise() -> dict[str, Tensor]:
+        encoded = tokenizer(*table.texts, truncation=True, max_length=length)
+        pads = {"input_ids": tokenizer.pad_token_id, "attention_mask": 0, "token_type_ids": 0}
         return {
-            key: tokens.padded(found[key], length, words.pad_token_id if key == "input_ids" else 0).to(torch.int32)
-            for key in ("input_ids", "attention_mask", "token_type_ids")
-            if key in found
+            key: tokens.padded(encoded[key], length, pad).to(torch.int32) for key, pad in pads.items() if key in encoded
         }
 
-    numbers = tokens.cached(made, "glue", tokens.fingerprint(words), length, *table.texts)
-    labels = torch.tensor(table.labels, dtype=torch.long if PARTS[which].classes else torch.float32)
+    numbers = tokens.cached(tokenise, "glue", tokens.fingerprint(tokenizer), length, *table.texts)
+    labels = torch.tensor(table.labels, dtype=torch.long if FORMATS[which].classes else torch.float32)
     inputs = [numbers[key] for key in ("input_ids", "attention_mask", "token_type_ids") if key in numbers]
     return (*inputs, labels)
 
 
-def _check_length(length: int, most: Any, source: str) -> None:
-    if length > most:
-        raise ValueError(f"Invalid length: got {length}; need at most {most}, which {source!r} can read. Lower it.")
+def _check_length(length: int, longest: Any, name_or_path: str) -> None:
+    if length > longest:
+        raise ValueError(
+            f"Invalid length: got {length}; need at most {longest}, which {name_or_path!r} can read. Lower it."
+        )
 
 
 @lru_cache(maxsize=4)
-def rows(which: str, data: str) -> Found:
-    """All rows of a task, from files or from the hub."""
+def load_rows(which: str, data: str) -> Rows:
+    """Load all rows of a task from files, or from a data set of the hub."""
     path = Path(data).expanduser()
     if path.exists():
         return _from_files(which, path)
     if not data or pretrained.looks_like_a_path(data) or path.suffix in (".zip", ".tsv"):
         raise FileNotFoundError(
-            f"Invalid data: there is no {data!r}. Give the folder or zip file of {PARTS[which].folder}, "
+            f"Invalid data: there is no {data!r}. Give the folder or zip file of {FORMATS[which].folder}, "
             "a folder of such, or a data set of the hub: --data PATH."
         )
     return _from_hub(which, data)
 
 
-def _from_hub(which: str, data: str) -> Found:
-    part, ending = PARTS[which], "_matched" if which == "mnli" else ""
-    splits = {"train": "train", "validation": f"validation{ending}"}
+def _from_hub(which: str, data: str) -> Rows:
+    form, ending = FORMATS[which], "_matched" if which == "mnli" else ""
+    names = {"train": "train", "validation": f"validation{ending}"}  # split -> its name at the hub
     if which == "mnli":
-        splits["mismatched"] = "validation_mismatched"
-    parts = {}
-    for name, split in splits.items():
-        where = f"{data} ({which}, {split})"
-        loaded = hub.dataset(data, which, split=split)
-        columns = part.hub or part.texts
+        names["mismatched"] = "validation_mismatched"
+    splits = {}
+    for split, name in names.items():
+        where = f"{data} ({which}, {name})"
+        loaded = hub.dataset(data, which, split=name)
+        columns = form.hub or form.texts
         files.check_columns(loaded.column_names, (*columns, "label"), where)
-        labels = [_label(part, label, f"{where}, row {i}") for i, label in enumerate(loaded["label"])]
-        parts[name] = Table(tuple(list(loaded[column]) for column in columns), labels)
-    counts = ", ".join(f"{split} {len(parts[name]):,} rows" for name, split in splits.items())
-    return Found(parts, f"{part.folder} from the data set {data}: {counts}; {_completeness(part, parts)}.")
+        labels = [_label(form, label, f"{where}, row {i}") for i, label in enumerate(loaded["label"])]
+        splits[split] = Table(tuple(list(loaded[column]) for column in columns), labels)
+    counts = ", ".join(f"{name} {len(splits[split]):,} rows" for split, name in names.items())
+    return Rows(splits, f"{form.folder} from the data set {data}: {counts}; {_completeness(form, splits)}.")
 
 
-def _from_files(which: str, path: Path) -> Found:
-    part, folder = PARTS[which], _folder(path, PARTS[which].folder)
+def _from_files(which: str, path: Path) -> Rows:
+    form, folder = FORMATS[which], _folder(path, FORMATS[which].folder)
     names = {files.without_compression(name).lower(): files.without_compression(name) for name in folder.names()}
-    used = _roles(which, {*names})
-    parts = {role: _table(part, folder, names.get(file, file)) for role, file in used.items()}
-    said = [f"{file} {len(parts[role]):,} rows" for role, file in used.items()]
-    if short := sum(table.left_out for table in parts.values()):
-        said.append(f"{short:,} rows that are cut short were left out")
-    if used.get("train") == "dev.tsv":
-        said.append("without a train.tsv dev.tsv is for training and test.tsv for validation")
-    if "train" not in parts:
-        whole = parts["validation"]
-        shuffled, cut = order(len(whole)), len(whole) * 4 // 5
-        parts = {"train": whole.only(shuffled[:cut]), "validation": whole.only(shuffled[cut:])}
-        said.append(f"without a train.tsv {cut:,} of these are for training and {len(whole) - cut:,} for validation")
-    if which == "mnli" and _has_no_stops(parts["train"]):
-        parts |= {role: table.without_stops() for role, table in parts.items() if role != "train"}
-        said.append("full stops at the ends of dev rows were removed, since the training rows have none")
-    return Found(parts, f"{part.folder} from {folder.path}: {', '.join(said)}; {_completeness(part, parts)}.")
+    file_of_split = _files_of_splits(which, {*names})
+    splits = {split: _table(form, folder, names.get(file, file)) for split, file in file_of_split.items()}
+    remarks = [f"{file} {len(splits[split]):,} rows" for split, file in file_of_split.items()]
+    if left_out := sum(table.left_out for table in splits.values()):
+        remarks.append(f"{left_out:,} rows that are cut short were left out")
+    if file_of_split.get("train") == "dev.tsv":
+        remarks.append("without a train.tsv dev.tsv is for training and test.tsv for validation")
+    if "train" not in splits:
+        whole = splits["validation"]
+        shuffled, cut = fixed_shuffle(len(whole)), len(whole) * 4 // 5
+        splits = {"train": whole.only(shuffled[:cut]), "validation": whole.only(shuffled[cut:])}
+        remarks.append(f"without a train.tsv {cut:,} of these are for training and {len(whole) - cut:,} for validation")
+    if which == "mnli" and _has_no_stops(splits["train"]):
+        splits |= {split: table.without_stops() for split, table in splits.items() if split != "train"}
+        remarks.append("full stops at the ends of dev rows were removed, since the training rows have none")
+    return Rows(splits, f"{form.folder} from {folder.path}: {', '.join(remarks)}; {_completeness(form, splits)}.")
 
 
-def _roles(which: str, there: set[str]) -> dict[str, str]:
-    """Which file is for what; one that is missing is named when it is read."""
+def _files_of_splits(which: str, names: set[str]) -> dict[str, str]:
+    """Return split -> the name of its file; a file that is missing raises when it is read."""
     if which == "mnli":
-        mismatched = {"mismatched": "dev_mismatched.tsv"} if "dev_mismatched.tsv" in there else {}
+        mismatched = {"mismatched": "dev_mismatched.tsv"} if "dev_mismatched.tsv" in names else {}
         return {"train": "train.tsv", "validation": "dev_matched.tsv", **mismatched}
-    if "train.tsv" not in there and which == "qqp" and {"dev.tsv", "test.tsv"} <= there:
+    if "train.tsv" not in names and which == "qqp" and {"dev.tsv", "test.tsv"} <= names:
         return {"train": "dev.tsv", "validation": "test.tsv"}
-    if "train.tsv" not in there and which == "qnli" and "dev.tsv" in there:
+    if "train.tsv" not in names and which == "qnli" and "dev.tsv" in names:
         return {"validation": "dev.tsv"}
     return {"train": "train.tsv", "validation": "dev.tsv"}
 
 
 def _has_no_stops(table: Table) -> bool:
-    """Whether nearly none of the sentences ends with a full stop; of those that GLUE hands out four in five do."""
+    """Whether nearly no sentence ends with a full stop; in the files that GLUE distributes four in five do."""
     return sum(text.endswith(".") for column in table.texts for text in column) < 0.01 * len(table)
 
 
-def _completeness(part: Part, parts: Mapping[str, Table]) -> str:
-    if (len(parts["train"]), len(parts["validation"])) == (part.train, part.validation):
+def _completeness(form: Format, splits: Mapping[str, Table]) -> str:
+    if (len(splits["train"]), len(splits["validation"])) == (form.train, form.validation):
         return "complete"
-    return f"GLUE has {part.train:,} and {part.validation:,}"
+    return f"GLUE has {form.train:,} and {form.validation:,}"
 
 
 def _folder(path: Path, name: str) -> files.Folder:
-    """The files of a task: those at the path, or those in what the path holds under the task's name."""
+    """Return the files of a task: at the path itself, or in a folder or zip file there that has the task's name."""
     if path.is_dir():
         for inside in sorted(path.iterdir()):
-            if _plain(inside.name.removesuffix(".zip")) == _plain(name):
+            if _comparable(inside.name.removesuffix(".zip")) == _comparable(name):
                 return files.Folder.of(inside)
-    found = files.Folder.of(path)
-    if not any(".tsv" in entry.lower() for entry in found.names()):
+    folder = files.Folder.of(path)
+    if not any(".tsv" in entry.lower() for entry in folder.names()):
         raise FileNotFoundError(
             f"Invalid data: {path} has neither {name}.zip, {name}/ nor tab-separated files of it (train.tsv, dev.tsv). "
             "Give a folder or a zip file that has."
         )
-    return found
+    return folder
 
 
-def _plain(name: str) -> str:
-    """A task's name without its case and hyphens."""
+def _comparable(name: str) -> str:
+    """Return the name of a task without its case and hyphens."""
     return name.lower().replace("-", "").replace("_", "")
 
 
-def _table(part: Part, folder: files.Folder, name: str) -> Table:
-    """The rows of a tab-separated file."""
+def _table(form: Format, folder: files.Folder, name: str) -> Table:
+    """Read the rows of a tab-separated file."""
     where = f"{name} of {folder.path}"
     split = [line.split("\t") for line in files.lines(folder.text(name).removeprefix("\ufeff"))]
-    header = list(part.header) or (split.pop(0) if split else [])
-    files.check_columns(header, (*part.texts, part.label), where)
+    header = list(form.header) or (split.pop(0) if split else [])
+    files.check_columns(header, (*form.texts, form.label), where)
     if not split:
         raise ValueError(f"Invalid data: {where} has no rows. Give a file that has.")
-    texts: tuple[list[str], ...] = tuple([] for _ in part.texts)
+    texts: tuple[list[str], ...] = tuple([] for _ in form.texts)
     labels = []
-    for number, cells in enumerate(split, start=1 if part.header else 2):
-        if len(cells) < len(header) and part.cut_short:
+    for number, cells in enumerate(split, start=1 if form.header else 2):
+        if len(cells) < len(header) and form.cut_short:
             continue
         if len(cells) != len(header):
             raise ValueError(
-                f"Invalid data: line {number} of {where} has {len(cells)} cells; need {len(header)}. Mend that line."
+                f"Invalid data: line {number} of {where} has {len(cells)} cells; need {len(header)}. Correct that line."
             )
         row = dict(zip(header, cells, strict=True))
-        labels.append(_label(part, row[part.label], f"line {number} of {where}"))
-        for column, key in zip(texts, part.texts, strict=True):
+        labels.append(_label(form, row[form.label], f"line {number} of {where}"))
+        for column, key in zip(texts, form.texts, strict=True):
             column.append(row[key])
     return Table(texts, labels, len(split) - len(labels))
 
 
-def _label(part: Part, given: Any, where: str) -> float:
-    """The number of a class, or a score; files have words, the hub numbers."""
-    if part.classes:
-        if isinstance(given, str) and given in part.classes:
-            return part.classes.index(given)
-        if isinstance(given, int) and 0 <= given < len(part.classes):
-            return given
-        need = f"one of {', '.join(part.classes)}"
+def _label(form: Format, value: Any, where: str) -> float:
+    """Return the number of a class, or a score; files have words, the hub has numbers."""
+    if form.classes:
+        if isinstance(value, str) and value in form.classes:
+            return form.classes.index(value)
+        if isinstance(value, int) and 0 <= value < len(form.classes):
+            return value
+        need = f"one of {', '.join(form.classes)}"
     else:
         try:
-            found = float(given)
+            score = float(value)
         except ValueError:
-            found = float("nan")
-        if SCORES[0] <= found <= SCORES[1]:
-            return found
+            score = float("nan")
+        if SCORES[0] <= score <= SCORES[1]:
+            return score
         need = f"a number from {SCORES[0]:g} to {SCORES[1]:g}"
-    raise ValueError(f"Invalid label: {where} has {given!r}; need {need}. Mend that row, or check the column.")
+    raise ValueError(f"Invalid label: {where} has {value!r}; need {need}. Correct that row, or check the column.")

@@ -8,7 +8,7 @@ from typing import Any
 
 from tailopt.tasks.cifar100 import SMALL as CIFAR100_SMALL
 from tailopt.tasks.cifar100 import Cifar100
-from tailopt.tasks.glue import PARTS as GLUE
+from tailopt.tasks.glue import FORMATS as GLUE
 from tailopt.tasks.glue import SMALL as GLUE_SMALL
 from tailopt.tasks.glue import Glue
 from tailopt.tasks.gradient_noise import GradientNoise
