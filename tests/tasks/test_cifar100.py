@@ -16,7 +16,7 @@ from torch import Tensor
 from tailopt.algorithms import algorithm
 from tailopt.engines.simulate import simulate
 from tailopt.tasks import cifar100
-from tailopt.tasks.cifar100 import Cifar100, load, moved
+from tailopt.tasks.cifar100 import Cifar100, load, shifted_and_flipped
 from tailopt.tasks.table import task
 
 pytest.importorskip("transformers", reason="the studies' extra is not installed")
@@ -192,10 +192,10 @@ def test_the_nodes_share_all_images_and_never_those_held_out(binary: Path) -> No
     assert sorted(sum(parts, [])) == list(range(60)) and [len(p) for p in parts] == [15] * 4
     held = tiny(binary, judge="held-out", hold_out=0.2)
     kept = sum((numbers(node.tensors[0]) for node in held.nodes(3, 4)), [])
-    out = numbers(held._judged()[0])
+    out = numbers(held._evaluated_images()[0])
     assert len(kept) == 48 and len(out) == 12 and sorted(kept + out) == list(range(60))
     assert numbers(tiny(binary, judge="held-out", hold_out=0.2).nodes(9, 1)[0].tensors[0]) != kept  # dealt by the seed
-    assert sorted(out) == sorted(numbers(held._judged()[0]))
+    assert sorted(out) == sorted(numbers(held._evaluated_images()[0]))
 
 
 def test_a_limit_takes_the_same_images_for_every_seed(binary: Path) -> None:
@@ -248,7 +248,7 @@ def test_accuracy_is_in_percent_and_the_mode_is_put_back(binary: Path) -> None:
         assert model.training
         assert tiny(binary).evaluate(model, 0)["accuracy"] == accuracy
         assert model.training
-    assert tiny(binary, evaluated=8)._judged()[1].shape == (8,)
+    assert tiny(binary, evaluated=8)._evaluated_images()[1].shape == (8,)
 
 
 def test_a_frozen_module_keeps_its_mode_through_evaluation(binary: Path) -> None:
@@ -296,7 +296,7 @@ def test_pretrained_weights_get_a_head_for_a_hundred_classes(binary: Path, tmp_p
 def test_augmentation_shifts_and_reflects_while_training_only(binary: Path) -> None:
     pixels = images(40)[0]
     torch.manual_seed(0)
-    found = moved(pixels)
+    found = shifted_and_flipped(pixels)
     padded = torch.nn.functional.pad(pixels, (4, 4, 4, 4))
     seen = set()
     for image, whole in zip(found, padded, strict=True):

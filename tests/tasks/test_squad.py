@@ -13,7 +13,7 @@ import torch
 from tailopt.algorithms import algorithm
 from tailopt.engines.simulate import simulate
 from tailopt.tasks import squad
-from tailopt.tasks.squad import Row, Squad, load, parted
+from tailopt.tasks.squad import Question, Squad, load, split_by_passage
 from tailopt.tasks.table import task
 
 transformers = pytest.importorskip("transformers", reason="the studies' extra is not installed")
@@ -103,16 +103,16 @@ def test_the_official_files_keep_every_reference_answer(tmp_path: Path) -> None:
         archive.writestr("inside/train-v1.1.json", official(ROWS[:7]))
         archive.writestr("inside/dev-v1.1.json", official(ROWS[7:]))
     found = load(str(tmp_path / "squad.zip"))
-    assert len(found.train) == 7 and found.source == "squad.zip: 7 + 3 questions"
-    assert found.validation[0] == Row(
+    assert len(found.train) == 7 and found.description == "squad.zip: 7 + 3 questions"
+    assert found.validation[0] == Question(
         "Hanoi has 10 bridges, and a mayor.", "How many bridges has Hanoi?", ("10 bridges", "Hanoi")
     )
 
 
-def test_json_lines_alone_are_parted_by_passage_and_in_two_files_are_not(tmp_path: Path, data: str) -> None:
+def test_json_lines_alone_are_split_by_passage_and_in_two_files_are_not(tmp_path: Path, data: str) -> None:
     found = load(data)
     assert (len(found.train), len(found.validation)) == (9, 1)
-    assert "parted by passage: 10% of the passages are the validation split" in found.source
+    assert "split by passage: 10% of the passages are the validation split" in found.description
     (tmp_path / "packed").mkdir()
     (tmp_path / "packed" / "own.jsonl.xz").write_bytes(lzma.compress(Path(data).read_bytes()))
     assert load(str(tmp_path / "packed")).validation == found.validation
@@ -123,8 +123,8 @@ def test_json_lines_alone_are_parted_by_passage_and_in_two_files_are_not(tmp_pat
 
 
 def test_a_passage_is_never_on_both_sides() -> None:
-    rows = [Row(f"passage {i % 13}", f"question {i}", ("passage",)) for i in range(100)]
-    train, out = parted(rows, 0.25)
+    rows = [Question(f"passage {i % 13}", f"question {i}", ("passage",)) for i in range(100)]
+    train, out = split_by_passage(rows, 0.25)
     assert len({row.context for row in out}) == 3 and not {r.context for r in out} & {r.context for r in train}
     assert sorted(r.question for r in train + out) == sorted(r.question for r in rows)
 
@@ -253,14 +253,14 @@ def test_a_row_is_passage_question_and_answer(model: str, data: str) -> None:
     )
     assert (
         made.data_description
-        == f"{load(data).source}; within 128 tokens (answers within 14): 9 to train on, 1 to validate on"
+        == f"{load(data).description}; within 128 tokens (answers within 14): 9 to train on, 1 to validate on"
     )
 
 
 def test_what_is_held_out_no_node_gets(model: str, data: str) -> None:
     made = tiny(model, data, judge="held-out", hold_out=0.3)
     kept = sum((texts(made, node) for node in made.nodes(0, 2)), [])
-    held = [row.question for row in made._encoded("held-out").rows]
+    held = [row.question for row in made._encoded("held-out").questions]
     assert len(kept) == 6 and len(held) == 3
     assert not any(question in text for question in held for text in kept)
     limited = [set(texts(made, tiny(model, data, limit=4).nodes(seed, 1)[0])) for seed in (0, 1)]
@@ -329,7 +329,7 @@ def test_the_real_tokenizer_reads_the_sample() -> None:
         answer_length=16,
     )
     node = made.nodes(0, 1)[0]
-    rows = made._encoded("train").rows
+    rows = made._encoded("train").questions
     words = transformers.AutoTokenizer.from_pretrained(made.pretrained)
     encoded = made._encoded("train")
     for i in range(0, len(rows), 50):

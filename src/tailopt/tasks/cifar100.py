@@ -30,7 +30,7 @@ from tailopt.tasks.dataset_options import HELD_OUT, check_dataset_options, held_
 from tailopt.tasks.task import Defaults
 
 CLASSES, SIDE = 100, 32
-ROW = 2 + 3 * SIDE * SIDE  # the bytes of an image in the binary version: coarse label, fine label, planes R, G, B
+ROW = 2 + 3 * SIDE * SIDE  # bytes of an image in the binary version: coarse label, fine label, planes R, G, B
 BATCH = 250  # of an evaluation
 NEED = "train.bin and test.bin of the binary version, or classes.txt with folders train and test of strips"
 # for the preset "small": a model from scratch that two cores can train in minutes
@@ -51,9 +51,9 @@ class Cifar100:
 
     `data` is a public name, or the path of
     - the binary version: a folder or a zip with train.bin and test.bin, or cifar-100-binary.tar.gz itself;
-    - strips: a folder or a zip with classes.txt (a class a line, in label order) and train/CLASS.webp,
-      test/CLASS.webp (or .png): images of 32 by 32 pixels below one another. A part of the images, or images of one's
-      own, can be given so.
+    - strips: a folder or a zip with classes.txt (one class per line, in label order) and train/CLASS.webp,
+      test/CLASS.webp (or .png): images of 32 by 32 pixels below one another. This format is for a part of the images,
+      or for other images.
 
     Args:
         pretrained: a folder or public name of an image model; "" trains one from scratch.
@@ -93,15 +93,15 @@ class Cifar100:
 
     @property
     def name(self) -> str:
-        """As in the table of tasks."""
+        """The name in the table of tasks."""
         return "cifar100"
 
     @property
     def data_description(self) -> str:
-        """Which images there are."""
+        """The numbers of images."""
         images = load(self.data)
         part = " (complete)" if (len(images.train), len(images.test)) == (50_000, 10_000) else " (of 50,000 + 10,000)"
-        return f"{images.source}: {len(images.train):,} training and {len(images.test):,} test images{part}"
+        return f"{images.name}: {len(images.train):,} training and {len(images.test):,} test images{part}"
 
     def model(self, seed: int) -> torch.nn.Module:
         """The pretrained model with a new head, or a vision transformer from scratch, without dropout."""
@@ -118,35 +118,36 @@ class Cifar100:
             attention_probs_dropout_prob=0.0,
             num_labels=CLASSES,
         )
-        made = pretrained.fresh("images", configuration, seed)
+        model = pretrained.fresh("images", configuration, seed)
         if self.stem:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(derive(seed, "stem"))
-                made.vit.embeddings.patch_embeddings.projection = Stem(self.width, self.patch)  # type: ignore[union-attr]
-        return made
+                model.vit.embeddings.patch_embeddings.projection = Stem(self.width, self.patch)  # type: ignore[union-attr]
+        return model
 
     def nodes(self, seed: int, n: int) -> list[Dataset[tuple[Tensor, ...]]]:
         """The training images, dealt out at random."""
-        images, kept = load(self.data), self._parts()[0]
-        return [TensorDataset(images.train[kept[p]], images.train_labels[kept[p]]) for p in iid(len(kept), n, seed)]
+        images, (train, _) = load(self.data), self._train_and_held_out()
+        parts = [train[part] for part in iid(len(train), n, seed)]
+        return [TensorDataset(images.train[part], images.train_labels[part]) for part in parts]
 
     def loss(self, model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Cross entropy."""
         pixels, labels = batch
         if self.augment and model.training:
-            pixels = moved(pixels)
+            pixels = shifted_and_flipped(pixels)
         return torch.nn.functional.cross_entropy(self._logits(model, pixels), labels)
 
     def evaluate(self, model: torch.nn.Module, seed: int) -> Mapping[str, float]:
         """Accuracy in percent, and the loss."""
-        pixels, labels = self._judged()
+        pixels, labels = self._evaluated_images()
         device, right, loss = next(model.parameters()).device, 0, 0.0
         with evaluating(model):
             for part in torch.arange(len(labels)).split(BATCH):
-                wanted = labels[part].to(device)
+                truth = labels[part].to(device)
                 logits = self._logits(model, pixels[part].to(device))
-                right += int((logits.argmax(1) == wanted).sum())
-                loss += float(torch.nn.functional.cross_entropy(logits, wanted, reduction="sum"))
+                right += int((logits.argmax(1) == truth).sum())
+                loss += float(torch.nn.functional.cross_entropy(logits, truth, reduction="sum"))
         return {"accuracy": 100 * right / len(labels), "loss": loss / len(labels)}
 
     def _logits(self, model: torch.nn.Module, pixels: Tensor) -> Tensor:
@@ -158,20 +159,20 @@ class Cifar100:
         logits: Tensor = model(pixel_values=x).logits
         return logits
 
-    def _parts(self) -> tuple[Tensor, Tensor]:
-        """The training images that the nodes share, and those held out of them: numbers."""
+    def _train_and_held_out(self) -> tuple[Tensor, Tensor]:
+        """Return positions among the training images: of those that the nodes share, and of those held out."""
         total = len(load(self.data).train)
         shuffled = torch.randperm(total, generator=generator(0, "cifar100 parts"))
-        out = round(held_out_share(self) * total)
-        kept = shuffled[: total - out]
-        return kept[: self.limit or len(kept)], shuffled[total - out :]
+        cut = total - round(held_out_share(self) * total)
+        train = shuffled[:cut]
+        return train[: self.limit or len(train)], shuffled[cut:]
 
-    def _judged(self) -> tuple[Tensor, Tensor]:
+    def _evaluated_images(self) -> tuple[Tensor, Tensor]:
         images = load(self.data)
         pixels, labels = images.test, images.test_labels
         if self.judge == HELD_OUT:
-            held = self._parts()[1]
-            pixels, labels = images.train[held], images.train_labels[held]
+            held_out = self._train_and_held_out()[1]
+            pixels, labels = images.train[held_out], images.train_labels[held_out]
         if self.evaluated and self.evaluated < len(labels):
             some = torch.randperm(len(labels), generator=generator(0, "cifar100 evaluated"))[: self.evaluated]
             pixels, labels = pixels[some], labels[some]
@@ -179,7 +180,10 @@ class Cifar100:
 
 
 class Stem(torch.nn.Conv2d):
-    """Patches of an image a quarter as wide, made by two convolutions: edges and colours need not be learnt apart."""
+    """Patches of an image a quarter as wide, which two convolutions compute before.
+
+    They share what they learn about edges and colours; without them every position in a patch learns it separately.
+    """
 
     def __init__(self, width: int, patch: int) -> None:
         super().__init__(width // 2, width, kernel_size=patch // 4, stride=patch // 4)
@@ -191,12 +195,12 @@ class Stem(torch.nn.Conv2d):
         )
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """A vector for each patch."""
+        """Return one vector per patch."""
         return super().forward(self.before(pixels))
 
 
-def moved(pixels: Tensor) -> Tensor:
-    """Every image of a batch shifted by up to 4 pixels (black comes in) and reflected half of the time, by chance."""
+def shifted_and_flipped(pixels: Tensor) -> Tensor:
+    """Shift every image of a batch at random by up to 4 pixels, filling with black, and reflect half of them."""
     n, _, high, wide = pixels.shape
     device = pixels.device
     down, right = (torch.randint(0, 9, (n, 1), device=device) for _ in range(2))
@@ -211,7 +215,7 @@ def moved(pixels: Tensor) -> Tensor:
 class Images:
     """Pixels uint8 [images, 3, 32, 32], labels int64 [images]; mean and deviation [3, 1, 1] of the training pixels."""
 
-    source: str
+    name: str
     train: Tensor
     train_labels: Tensor
     test: Tensor
@@ -222,14 +226,14 @@ class Images:
 
 @lru_cache(maxsize=2)
 def load(data: str) -> Images:
-    """All images of a path or a public name."""
+    """Load all images from a path, or from a data set of the hub."""
     if not data:
         raise ValueError("Invalid data: none are named. Give a path or a public name: --data PATH.")
     path = Path(data).expanduser()
     if path.exists() or pretrained.looks_like_a_path(data):
-        source, (train, test) = path.name, _of_path(path)
+        name, (train, test) = path.name, _from_path(path)
     else:
-        source, (train, test) = data, (_of_hub(data, "train"), _of_hub(data, "test"))
+        name, (train, test) = data, (_from_hub(data, "train"), _from_hub(data, "test"))
     for (_, labels), split in ((train, "train"), (test, "test")):
         if not len(labels):
             raise ValueError(f"Invalid data: {data} has no images in {split}. Give files that hold some.")
@@ -239,11 +243,11 @@ def load(data: str) -> Images:
                 f"Invalid data: image {int(wrong[0])} of {split} in {data} has the label {int(labels[wrong[0]])}; "
                 f"need 0 to {CLASSES - 1}. Are these the fine labels of CIFAR-100?"
             )
-    return Images(source, *train, *test, *statistics(train[0]))
+    return Images(name, *train, *test, *statistics(train[0]))
 
 
 def statistics(pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel, [3, 1, 1], of values in [0, 1].
+    """Return mean and standard deviation of each channel, [3, 1, 1], of values in [0, 1].
 
     Examples:
         >>> black_and_white = torch.tensor([0, 255], dtype=torch.uint8)[:, None, None, None].expand(2, 3, 4, 4)
@@ -262,7 +266,7 @@ def statistics(pixels: Tensor) -> tuple[Tensor, Tensor]:
 Split = tuple[Tensor, Tensor]
 
 
-def _of_path(path: Path) -> tuple[Split, Split]:
+def _from_path(path: Path) -> tuple[Split, Split]:
     if path.is_file() and tarfile.is_tarfile(path):
         with tarfile.open(path) as archive:
             inside = {Path(name).name: name for name in archive.getnames()}
@@ -277,8 +281,7 @@ def _of_path(path: Path) -> tuple[Split, Split]:
         root = zipfile.Path(path)
     else:
         raise FileNotFoundError(f"Invalid data: {str(path)!r} is no folder, zip or tar file. Give the path of one.")
-    here = [root, *(entry for entry in root.iterdir() if entry.is_dir())]  # archives often hold one folder
-    for folder in here:
+    for folder in [root, *(entry for entry in root.iterdir() if entry.is_dir())]:  # archives often hold one folder
         if (folder / "train.bin").is_file() and (folder / "test.bin").is_file():
             return _binary((folder / "train.bin").read_bytes(), path), _binary((folder / "test.bin").read_bytes(), path)
         if (folder / "classes.txt").is_file():
@@ -313,23 +316,23 @@ def _strips(folder: Any, split: str, path: Path) -> Split:
     classes = files.lines((folder / "classes.txt").read_text(encoding="utf-8"))
     pixels, labels = [], []
     for label, name in enumerate(classes):
-        there = [f for ending in ("webp", "png") if (f := folder / split / f"{name}.{ending}").is_file()]
-        if not there:
+        strips = [file for ending in ("webp", "png") if (file := folder / split / f"{name}.{ending}").is_file()]
+        if not strips:
             raise ValueError(f"Invalid data: {path} has no {split}/{name}.webp, and classes.txt names {name}.")
-        strip = _pixels(_image(there[0].read_bytes()))
+        strip = _pixels(_image(strips[0].read_bytes()))
         if strip.shape[2] != SIDE or strip.shape[1] % SIDE:
             raise ValueError(
-                f"Invalid data: {split}/{there[0].name} of {path} is {strip.shape[2]} by {strip.shape[1]} pixels; need "
-                f"images of {SIDE} by {SIDE} below one another."
+                f"Invalid data: {split}/{strips[0].name} of {path} is {strip.shape[2]} by {strip.shape[1]} pixels; "
+                f"need images of {SIDE} by {SIDE} below one another."
             )
         pixels.append(strip.reshape(3, -1, SIDE, SIDE).transpose(0, 1))
         labels.append(torch.full((len(pixels[-1]),), label))
     if not classes:
-        raise ValueError(f"Invalid data: classes.txt of {path} is empty; need a class a line.")
+        raise ValueError(f"Invalid data: classes.txt of {path} is empty; need one class per line.")
     return torch.cat(pixels).contiguous(), torch.cat(labels)
 
 
-def _of_hub(name: str, split: str) -> Split:
+def _from_hub(name: str, split: str) -> Split:
     rows = hub.dataset(name, split=split)
     files.check_columns(rows.column_names, ("img", "fine_label"), f"{name}, {split}")
     pixels = torch.stack([_pixels(image) for image in rows["img"]])
@@ -342,7 +345,7 @@ def _image(content: bytes) -> Any:
 
 
 def _pixels(image: Any) -> Tensor:
-    """A picture of PIL as bytes [3, high, wide]."""
+    """Return an image of PIL as bytes [3, height, width]."""
     colours = image.convert("RGB")
     return (
         torch.frombuffer(bytearray(colours.tobytes()), dtype=torch.uint8).view(*colours.size[::-1], 3).permute(2, 0, 1)

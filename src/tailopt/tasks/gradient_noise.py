@@ -161,7 +161,7 @@ class GradientNoise:
 
     @property
     def name(self) -> str:
-        """As in the table of tasks."""
+        """The name in the table of tasks."""
         return "gradient-noise"
 
     @property
@@ -177,10 +177,10 @@ class GradientNoise:
         """Every point at 0."""
         return Points(self.replicas, self.dimension, self.separate)
 
-    def noise(self, source: torch.Generator) -> Tensor:
+    def noise(self, rng: torch.Generator) -> Tensor:
         """One draw for every point, [replicas, dimension]."""
         # In float64: with the 24 bits of a float32 the tail would end at 2^(24/df).
-        return self.noise_of(1 - torch.rand(self.replicas, self.dimension, dtype=torch.float64, generator=source))
+        return self.noise_of(1 - torch.rand(self.replicas, self.dimension, dtype=torch.float64, generator=rng))
 
     def noise_of(self, u: Tensor) -> Tensor:
         """The noise made of numbers u that are uniform on (0, 1]."""
@@ -215,10 +215,10 @@ class GradientNoise:
     def evaluate(self, model: torch.nn.Module, seed: int) -> Mapping[str, float]:
         """||grad F||^2, and F - F* for the convex F: means over the points, free of noise."""
         known, w = self.problem(seed), model().detach()
-        found = {"gradient": float(known.squared_gradient(w).mean())}
+        values = {"gradient": float(known.squared_gradient(w).mean())}
         if self.objective == "convex":
-            found["gap"] = float(known.gap(w).mean())
-        return found
+            values["gap"] = float(known.gap(w).mean())
+        return values
 
 
 @lru_cache(maxsize=32)
@@ -230,20 +230,20 @@ def problem(
     distance: float = 1.5,
     heterogeneity: float = 1.0,
 ) -> Problem:
-    """The objective of a seed; see `GradientNoise`.
+    """Draw the objective of a seed; `GradientNoise` describes the arguments.
 
     Examples:
         >>> known = problem(0)
         >>> float(known.squared_gradient(known.optimum())) < 1e-24
         True
     """
-    source = generator(seed, "gradient-noise")
-    basis = torch.linalg.qr(torch.randn(dimension, dimension, dtype=torch.float64, generator=source)).Q
+    rng = generator(seed, "gradient-noise")
+    basis = torch.linalg.qr(torch.randn(dimension, dimension, dtype=torch.float64, generator=rng)).Q
     common = MU * SPREAD ** torch.linspace(0, 1, dimension, dtype=torch.float64)
-    own = 1 + (DIFFER - 1) * torch.rand(parts, dimension, dtype=torch.float64, generator=source)
-    centre = distance * torch.randn(dimension, dtype=torch.float64, generator=source)
-    apart = torch.randn(parts, dimension, dtype=torch.float64, generator=source)
-    return Problem(objective, basis, common * own, centre + heterogeneity * (apart - apart.mean(0)))
+    factors = 1 + (DIFFER - 1) * torch.rand(parts, dimension, dtype=torch.float64, generator=rng)
+    centre = distance * torch.randn(dimension, dtype=torch.float64, generator=rng)
+    offsets = torch.randn(parts, dimension, dtype=torch.float64, generator=rng)
+    return Problem(objective, basis, common * factors, centre + heterogeneity * (offsets - offsets.mean(0)))
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from tailopt.tasks.task import Defaults
 BATCH = 64  # of an evaluation
 TRAIN, DEV = "train-v1.1.json", "dev-v1.1.json"
 COMPLETE = (87_599, 10_570)  # questions of the official files
-SHARE = 0.1  # of the passages: the validation split of files that have none
+VALIDATION_SHARE = 0.1  # of the passages, for files without a validation split
 # for the preset "small": a model and passages that two cores can train on in minutes
 SMALL: Mapping[str, Any] = {
     "pretrained": "HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -47,8 +47,8 @@ SMALL: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Row:
-    """A question about a passage; the first answer is the one that is trained on."""
+class Question:
+    """A question about a passage; the model is trained on the first answer."""
 
     context: str
     question: str
@@ -61,10 +61,10 @@ class Squad:
 
     `data` is a public name, or the path of
     - a folder or zip with the official train-v1.1.json and dev-v1.1.json;
-    - a file, folder or zip of JSON lines {"context": ..., "question": ..., "answer": ...}, a part of SQuAD or data of
-      one's own: train.jsonl and validation.jsonl, or one file by another name; of that a fixed tenth of the passages,
-      with all their questions, is the validation split.
-    Questions that take more than `length` tokens, answer included, are left out; `data_description` says how many.
+    - a file, folder or zip of JSON lines {"context": ..., "question": ..., "answer": ...}, a part of SQuAD or other
+      data: train.jsonl and validation.jsonl, or one file by another name; of that a fixed tenth of the passages, with
+      all their questions, is the validation split.
+    Questions that take more than `length` tokens, answer included, are left out; `data_description` counts the others.
 
     Args:
         pretrained: a folder or public name of a causal language model and its tokenizer.
@@ -95,43 +95,43 @@ class Squad:
 
     @property
     def name(self) -> str:
-        """As in the table of tasks."""
+        """The name in the table of tasks."""
         return "squad"
 
     @property
     def data_description(self) -> str:
-        """Which questions there are, and how many of them fit."""
-        fit = [len(self._encoded(which).rows) for which in ("train", "validation")]
+        """The questions of the data, and how many of them fit."""
+        train, validation = (len(self._encoded(split).questions) for split in ("train", VALIDATION))
         return (
-            f"{load(self.data).source}; within {self.length} tokens (answers within {self.answer_length}): "
-            f"{fit[0]:,} to train on, {fit[1]:,} to validate on"
+            f"{load(self.data).description}; within {self.length} tokens (answers within {self.answer_length}): "
+            f"{train:,} to train on, {validation:,} to validate on"
         )
 
     def model(self, seed: int) -> torch.nn.Module:
         """The pretrained model."""
-        found = pretrained.model("causal", self.pretrained, seed)
-        pretrained.check_fits(_words(self.pretrained), found, self.pretrained)
-        return found
+        model = pretrained.model("causal", self.pretrained, seed)
+        pretrained.check_fits(_tokenizer(self.pretrained), model, self.pretrained)
+        return model
 
     def nodes(self, seed: int, n: int) -> list[Dataset[tuple[Tensor, ...]]]:
         """The training questions, dealt out at random."""
         encoded = self._encoded("train")
-        kept = self._chosen("train", self.limit)
+        chosen = self._chosen("train", self.limit)
         columns = (encoded.tokens, encoded.sizes, encoded.answers)
-        return [TensorDataset(*(column[kept[part]] for column in columns)) for part in iid(len(kept), n, seed)]
+        return [TensorDataset(*(column[chosen[part]] for column in columns)) for part in iid(len(chosen), n, seed)]
 
     def loss(self, model: torch.nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """The mean cross entropy of the answers' tokens."""
         numbers, sizes, answers = batch
         numbers, mask = _trimmed(numbers.long(), sizes)
-        last = int(answers.max())
+        longest = int(answers.max())
         logits = model(
-            input_ids=numbers, attention_mask=mask, position_ids=_positions(mask), logits_to_keep=last + 1
+            input_ids=numbers, attention_mask=mask, position_ids=_positions(mask), logits_to_keep=longest + 1
         ).logits[:, :-1]
-        wanted = numbers[:, -last:]
-        other = torch.arange(last, 0, -1, device=wanted.device) > answers[:, None]
+        targets = numbers[:, -longest:]
+        before_answer = torch.arange(longest, 0, -1, device=targets.device) > answers[:, None]
         return torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), wanted.masked_fill(other, -100).flatten(), ignore_index=-100
+            logits.flatten(0, 1).float(), targets.masked_fill(before_answer, -100).flatten(), ignore_index=-100
         )
 
     def evaluate(self, model: torch.nn.Module, seed: int) -> Mapping[str, float]:
@@ -144,242 +144,261 @@ class Squad:
             for part in some.split(BATCH):
                 batch = tuple(c[part].to(device) for c in (encoded.tokens, encoded.sizes, encoded.answers))
                 texts += self._generated(model, *batch)
-        return answer_metrics(texts, [encoded.rows[i].answers for i in some.tolist()])
+        return answer_metrics(texts, [encoded.questions[i].answers for i in some.tolist()])
 
     def _generated(self, model: torch.nn.Module, numbers: Tensor, sizes: Tensor, answers: Tensor) -> list[str]:
-        """The answers of a model to questions, as texts."""
-        words = _words(self.pretrained)
+        """Generate the answers to questions, as texts."""
+        tokenizer = _tokenizer(self.pretrained)
         prompts = [row[-size : -answer or None] for row, size, answer in zip(numbers, sizes, answers, strict=True)]
         width = max(map(len, prompts))
-        pad = _pad(words)
+        pad = _pad_token(tokenizer)
         start = torch.stack([torch.nn.functional.pad(row.long(), (width - len(row), 0), value=pad) for row in prompts])
         mask = torch.arange(width, 0, -1, device=start.device) <= (sizes - answers)[:, None]
         settings = pretrained.transformers().GenerationConfig(
             do_sample=False,
             max_new_tokens=self.answer_length,
             pad_token_id=pad,
-            eos_token_id=[words.eos_token_id, *_line_end(words)],
+            eos_token_id=[tokenizer.eos_token_id, *_line_end(tokenizer)],
         )
-        made = model.generate(input_ids=start, attention_mask=mask.long(), generation_config=settings)  # type: ignore[operator]
-        texts: list[str] = words.batch_decode(made[:, width:], skip_special_tokens=True)
+        generated = model.generate(  # type: ignore[operator]
+            input_ids=start, attention_mask=mask.long(), generation_config=settings
+        )
+        texts: list[str] = tokenizer.batch_decode(generated[:, width:], skip_special_tokens=True)
         return [text.strip().split("\n")[0] for text in texts]
 
-    def _encoded(self, which: str) -> Encoded:
-        return encoded(self.data, self.pretrained, self.length, self.answer_length, which, held_out_share(self))
+    def _encoded(self, split: str) -> Encoded:
+        return encode(self.data, self.pretrained, self.length, self.answer_length, split, held_out_share(self))
 
-    def _chosen(self, which: str, most: int) -> Tensor:
-        total = len(self._encoded(which).rows)
-        return torch.randperm(total, generator=generator(0, "squad rows"))[: most or total]
+    def _chosen(self, split: str, at_most: int) -> Tensor:
+        """Return the positions of some questions, the same for all seeds; of all for 0."""
+        total = len(self._encoded(split).questions)
+        return torch.randperm(total, generator=generator(0, "squad rows"))[: at_most or total]
 
 
-# ---- rows as numbers ----
+# ---- questions as numbers ----
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Rows that fit: tokens int32 [rows, length], padded on the left; how many are real, and how many are answer."""
+    """Questions that fit: tokens int32 [questions, length], padded on the left; how many of them are not padding, and
+    how many are the answer.
+    """
 
-    rows: list[Row]
+    questions: list[Question]
     tokens: Tensor
     sizes: Tensor
     answers: Tensor
 
 
 @lru_cache(maxsize=6)
-def encoded(data: str, source: str, length: int, answer_length: int, which: str, held_out: float) -> Encoded:
-    """The rows of "train", "validation" or "held-out" that fit; of train less than all where a share is held out."""
-    words = _words(source)
-    if words.eos_token_id is None:
-        raise ValueError(f"Invalid tokenizer: that of {source!r} has no token for the end of a text. Take another one.")
-    if length > words.model_max_length:
-        raise ValueError(
-            f"Invalid length: got {length}; need at most {words.model_max_length}, which is what {source!r} can read."
-        )
-    rows = load(data).validation if which == VALIDATION else load(data).train
-    if which != VALIDATION and held_out:
-        kept, out = parted(rows, held_out)
-        rows = kept if which == "train" else out
+def encode(data: str, name_or_path: str, length: int, answer_length: int, split: str, hold_out: float) -> Encoded:
+    """Tokenise the questions of "train", "validation" or "held-out" that fit.
 
-    def made() -> dict[str, Tensor]:
-        prompts = words([prompt(row) for row in rows])["input_ids"]
-        ends = words([f" {row.answers[0]}" for row in rows], add_special_tokens=False)["input_ids"]
-        ends = [[*end, words.eos_token_id] for end in ends]
-        fits = [len(p) + len(e) <= length and len(e) <= answer_length for p, e in zip(prompts, ends, strict=True)]
-        both = [[*p, *e] for p, e, fit in zip(prompts, ends, fits, strict=True) if fit]
+    Args:
+        name_or_path: of the tokenizer.
+        hold_out: the share of the passages whose questions are in "held-out" and not in "train".
+    """
+    tokenizer = _tokenizer(name_or_path)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"Invalid tokenizer: that of {name_or_path!r} has no token for the end of a text. Take another one."
+        )
+    if length > tokenizer.model_max_length:
+        raise ValueError(
+            f"Invalid length: got {length}; need at most {tokenizer.model_max_length}, which is what "
+            f"{name_or_path!r} can read."
+        )
+    questions = load(data).validation if split == VALIDATION else load(data).train
+    if split != VALIDATION and hold_out:
+        train, held_out = split_by_passage(questions, hold_out)
+        questions = train if split == "train" else held_out
+
+    def tokenise() -> dict[str, Tensor]:
+        prompts = tokenizer([prompt(question) for question in questions])["input_ids"]
+        first_answers = [f" {question.answers[0]}" for question in questions]
+        rows = tokenizer(first_answers, add_special_tokens=False)["input_ids"]
+        answers = [[*row, tokenizer.eos_token_id] for row in rows]
+        pairs = list(zip(prompts, answers, strict=True))
+        fits = [len(p) + len(a) <= length and len(a) <= answer_length for p, a in pairs]
+        pairs = [pair for pair, fit in zip(pairs, fits, strict=True) if fit]
+        reversed_rows = [[*p, *a][::-1] for p, a in pairs]  # padded on the right and turned again: padded on the left
         return {
             "fits": torch.tensor(fits),
-            "tokens": tokens.padded([row[::-1] for row in both], length, _pad(words)).flip(1).to(torch.int32),
-            "sizes": torch.tensor([len(row) for row in both], dtype=torch.long),
-            "answers": torch.tensor([len(e) for e, fit in zip(ends, fits, strict=True) if fit], dtype=torch.long),
+            "tokens": tokens.padded(reversed_rows, length, _pad_token(tokenizer)).flip(1).to(torch.int32),
+            "sizes": torch.tensor([len(row) for row in reversed_rows], dtype=torch.long),
+            "answers": torch.tensor([len(a) for _, a in pairs], dtype=torch.long),
         }
 
-    texts = [[row.context for row in rows], [row.question for row in rows], [row.answers[0] for row in rows]]
-    found = tokens.cached(made, "squad", tokens.fingerprint(words), prompt(EXAMPLE), length, answer_length, *texts)
-    kept = [row for row, fit in zip(rows, found["fits"].tolist(), strict=True) if fit]
-    if not kept:
+    texts = [[q.context for q in questions], [q.question for q in questions], [q.answers[0] for q in questions]]
+    fingerprint = tokens.fingerprint(tokenizer)
+    numbers = tokens.cached(tokenise, "squad", fingerprint, prompt(EXAMPLE), length, answer_length, *texts)
+    fitting = [question for question, fit in zip(questions, numbers["fits"].tolist(), strict=True) if fit]
+    if not fitting:
         raise ValueError(
-            f"Invalid length: no question of {which} in {data} fits into {length} tokens with an answer of at most "
+            f"Invalid length: no question of {split} in {data} fits into {length} tokens with an answer of at most "
             f"{answer_length}; need more. Raise length or answer_length."
         )
-    return Encoded(kept, found["tokens"], found["sizes"], found["answers"])
+    return Encoded(fitting, numbers["tokens"], numbers["sizes"], numbers["answers"])
 
 
-EXAMPLE = Row("c", "q", ("a",))
+EXAMPLE = Question("c", "q", ("a",))  # its prompt is a part of the cache's key: another prompt has other tokens
 
 
-def prompt(row: Row) -> str:
-    """What the model reads before the answer.
+def prompt(question: Question) -> str:
+    """Return what the model reads before the answer.
 
     Examples:
-        >>> print(prompt(Row("Paris is in France.", "Where is Paris?", ("France",))))
+        >>> print(prompt(Question("Paris is in France.", "Where is Paris?", ("France",))))
         Context: Paris is in France.
         Question: Where is Paris?
         Answer:
     """
-    return f"Context: {row.context.strip()}\nQuestion: {row.question.strip()}\nAnswer:"
+    return f"Context: {question.context.strip()}\nQuestion: {question.question.strip()}\nAnswer:"
 
 
 def _trimmed(numbers: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """A batch without columns that only pad, and the mask of what is real."""
+    """Return a batch without columns that are all padding, and the mask of what is not padding."""
     mask = torch.arange(numbers.shape[1], 0, -1, device=numbers.device) <= sizes[:, None]
     used = tokens.trimmed(mask.flip(1))
     return numbers[:, -used:], mask[:, -used:].long()
 
 
 def _positions(mask: Tensor) -> Tensor:
-    """The position of each token in its text; padding has 0."""
+    """Return the position of each token in its text; padding has 0."""
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
 @lru_cache(maxsize=2)
-def _words(source: str) -> Any:
-    return pretrained.tokenizer(source)
+def _tokenizer(name_or_path: str) -> Any:
+    return pretrained.tokenizer(name_or_path)
 
 
-def _pad(words: Any) -> int:
-    return int(words.pad_token_id if words.pad_token_id is not None else words.eos_token_id)
+def _pad_token(tokenizer: Any) -> int:
+    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
 
 
-def _line_end(words: Any) -> list[int]:
-    numbers: list[int] = words("\n", add_special_tokens=False)["input_ids"]
+def _line_end(tokenizer: Any) -> list[int]:
+    numbers: list[int] = tokenizer("\n", add_special_tokens=False)["input_ids"]
     return numbers if len(numbers) == 1 else []
 
 
-# ---- where rows come from ----
+# ---- where questions come from ----
 
 
 @dataclass(frozen=True)
-class Rows:
-    """All questions, and a text that says where they are from."""
+class Questions:
+    """All questions, and a sentence about where they are from."""
 
-    source: str
-    train: list[Row]
-    validation: list[Row]
+    description: str
+    train: list[Question]
+    validation: list[Question]
 
 
 @lru_cache(maxsize=2)
-def load(data: str) -> Rows:
-    """All questions of a path or a public name."""
+def load(data: str) -> Questions:
+    """Load all questions from a path, or from a data set of the hub."""
     path = Path(data).expanduser()
     if data and path.exists():
-        train, validation, how = _of_path(path)
+        train, validation, remark = _from_path(path)
     elif not data or pretrained.looks_like_a_path(data) or path.suffix in (".zip", ".json", ".jsonl"):
         raise FileNotFoundError(
             f"Invalid data: there is no {data!r}. Give the path of {TRAIN} and {DEV}, or of JSON lines: --data PATH."
         )
     else:
-        train, validation = ([*_checked(_of_hub(data, split), f"{data}, {split}")] for split in ("train", "validation"))
-        how = ""
+        train, validation = (_checked(_from_hub(data, split), f"{data}, {split}") for split in ("train", "validation"))
+        remark = ""
     complete = " (complete)" if (len(train), len(validation)) == COMPLETE else ""
-    source = f"{path.name or data}: {len(train):,} + {len(validation):,} questions{complete}{how}"
-    return Rows(source, train, validation)
+    description = f"{path.name or data}: {len(train):,} + {len(validation):,} questions{complete}{remark}"
+    return Questions(description, train, validation)
 
 
-def _of_path(path: Path) -> tuple[list[Row], list[Row], str]:
+def _from_path(path: Path) -> tuple[list[Question], list[Question], str]:
+    """Return the questions to train and to validate on, and a remark for their description."""
     if path.is_file() and path.suffix in (".jsonl", ".gz", ".xz"):
-        return _split([*_checked(_lines(files.read(path), path.name), path.name)])
+        return _from_one_file(files.read(path), path.name)
     folder = files.Folder.of(path)
     if folder.has(TRAIN) and folder.has(DEV):
-        train, dev = ([*_checked(_official(folder.text(name), name), name)] for name in (TRAIN, DEV))
+        train, dev = (_checked(_of_official_json(folder.text(name), name), name) for name in (TRAIN, DEV))
         return train, dev, ""
     if folder.has("train.jsonl") and folder.has("validation.jsonl"):
-        both = ("train.jsonl", "validation.jsonl")
-        train, dev = ([*_checked(_lines(folder.text(name), name), name)] for name in both)
+        names = ("train.jsonl", "validation.jsonl")
+        train, dev = (_checked(_of_json_lines(folder.text(name), name), name) for name in names)
         return train, dev, ""
-    alone = [name for name in folder.names() if ".jsonl" in name]
-    if len(alone) != 1:
+    candidates = [name for name in folder.names() if ".jsonl" in name]
+    if len(candidates) != 1:
         raise FileNotFoundError(
             f"Invalid data: {path} has {', '.join(folder.names()[:8]) or 'nothing'}; need {TRAIN} and {DEV}, "
             "train.jsonl and validation.jsonl, or one file of JSON lines."
         )
-    return _split([*_checked(_lines(folder.text(files.without_compression(alone[0])), alone[0]), alone[0])])
+    return _from_one_file(folder.text(files.without_compression(candidates[0])), candidates[0])
 
 
-def _split(rows: list[Row]) -> tuple[list[Row], list[Row], str]:
-    train, validation = parted(rows, SHARE)
-    return train, validation, f" of one file, parted by passage: {SHARE:.0%} of the passages are the validation split"
+def _from_one_file(text: str, name: str) -> tuple[list[Question], list[Question], str]:
+    train, validation = split_by_passage(_checked(_of_json_lines(text, name), name), VALIDATION_SHARE)
+    share = f"{VALIDATION_SHARE:.0%} of the passages are the validation split"
+    return train, validation, f" of one file, split by passage: {share}"
 
 
-def parted(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
-    """Rows in two: a fixed share of the passages, with all their questions, goes to the second.
+def split_by_passage(questions: Sequence[Question], share: float) -> tuple[list[Question], list[Question]]:
+    """Split questions in two: a fixed share of the passages, with all their questions, goes to the second part.
 
     Examples:
-        >>> rows = [Row(f"passage {i // 2}", f"question {i}", ("answer",)) for i in range(20)]
-        >>> [len(part) for part in parted(rows, 0.3)]
+        >>> questions = [Question(f"passage {i // 2}", f"question {i}", ("answer",)) for i in range(20)]
+        >>> [len(part) for part in split_by_passage(questions, 0.3)]
         [14, 6]
     """
-    passages = list(dict.fromkeys(row.context for row in rows))
+    passages = list(dict.fromkeys(question.context for question in questions))
     shuffled = torch.randperm(len(passages), generator=generator(0, "squad passages")).tolist()
-    out = {passages[i] for i in shuffled[: max(1, round(share * len(passages)))]}
-    if len(out) == len(passages):
+    second = {passages[i] for i in shuffled[: max(1, round(share * len(passages)))]}
+    if len(second) == len(passages):
         raise ValueError(f"Invalid data: there are {len(passages)} passages; need 2 or more, to hold some of them out.")
-    return [row for row in rows if row.context not in out], [row for row in rows if row.context in out]
+    return [q for q in questions if q.context not in second], [q for q in questions if q.context in second]
 
 
-def _lines(text: str, name: str) -> Iterator[Row]:
+def _of_json_lines(text: str, name: str) -> Iterator[Question]:
     for number, line in enumerate(files.lines(text), 1):
         if line.strip():
             try:
-                found = json.loads(line)
+                row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"Invalid data: line {number} of {name} is no JSON: {error}.") from None
-            files.check_columns(found, ("context", "question", "answer"), f"line {number} of {name}")
-            yield Row(found["context"], found["question"], (found["answer"],))
+            files.check_columns(row, ("context", "question", "answer"), f"line {number} of {name}")
+            yield Question(row["context"], row["question"], (row["answer"],))
 
 
-def _official(text: str, name: str) -> Iterator[Row]:
+def _of_official_json(text: str, name: str) -> Iterator[Question]:
     for article in _entry(json.loads(text), "data", name):
         for paragraph in _entry(article, "paragraphs", name):
             context = _entry(paragraph, "context", name)
             for question in _entry(paragraph, "qas", name):
                 answers = tuple(_entry(answer, "text", name) for answer in _entry(question, "answers", name))
-                yield Row(context, _entry(question, "question", name), answers)
+                yield Question(context, _entry(question, "question", name), answers)
 
 
-def _entry(found: Any, key: str, name: str) -> Any:
-    files.check_columns(found, (key,), name)
-    return found[key]
+def _entry(value: Any, key: str, name: str) -> Any:
+    files.check_columns(value, (key,), name)
+    return value[key]
 
 
-def _of_hub(data: str, split: str) -> Iterator[Row]:
-    loaded = hub.dataset(data, split=split)
-    files.check_columns(loaded.column_names, ("context", "question", "answers"), f"{data}, {split}")
-    for context, question, answers in zip(loaded["context"], loaded["question"], loaded["answers"], strict=True):
-        yield Row(context, question, tuple(answers["text"]))
+def _from_hub(data: str, split: str) -> Iterator[Question]:
+    rows = hub.dataset(data, split=split)
+    files.check_columns(rows.column_names, ("context", "question", "answers"), f"{data}, {split}")
+    for context, question, answers in zip(rows["context"], rows["question"], rows["answers"], strict=True):
+        yield Question(context, question, tuple(answers["text"]))
 
 
-def _checked(rows: Iterable[Row], where: str) -> Iterator[Row]:
+def _checked(questions: Iterable[Question], where: str) -> list[Question]:
     """Refuse a question without an answer, and an answer that is not in its passage."""
-    empty = True
-    for number, row in enumerate(rows, 1):
-        empty = False
-        wrong = [answer for answer in row.answers if not answer.strip() or answer not in row.context]
-        if wrong or not row.answers:
+    checked = []
+    for number, question in enumerate(questions, 1):
+        wrong = [answer for answer in question.answers if not answer.strip() or answer not in question.context]
+        if wrong or not question.answers:
             what = f"the answer {wrong[0]!r}, which is not in its context" if wrong else "no answer"
             raise ValueError(
-                f"Invalid data: row {number} of {where} ({row.question!r}) has {what}; need answers that stand in "
-                "their context, as in SQuAD v1.1. Mend or remove that row."
+                f"Invalid data: row {number} of {where} ({question.question!r}) has {what}; need answers that are in "
+                "their context, as in SQuAD v1.1. Correct or remove that row."
             )
-        yield row
-    if empty:
+        checked.append(question)
+    if not checked:
         raise ValueError(f"Invalid data: {where} has no questions. Give a file that has.")
+    return checked

@@ -66,11 +66,11 @@ class Synthetic:
 
     @property
     def name(self) -> str:
-        """That of the features."""
+        """The name in the table of tasks, which is that of the features."""
         return self.features
 
     def problem(self, seed: int) -> Regression:
-        """All data of a seed."""
+        """Return the data of a seed."""
         return regression(
             seed, self.samples, self.dimension, self.noise, self.scale, self.df, self.dtype, self.features
         )
@@ -87,7 +87,7 @@ class Synthetic:
         return [TensorDataset(problem.x[part], problem.y[part]) for part in self.parts(seed, n)]
 
     def parts(self, seed: int, n: int) -> list[Tensor]:
-        """Who has which samples."""
+        """Return the sample numbers of every node."""
         return iid(self.samples, n, seed)
 
     def loss(self, model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -113,7 +113,7 @@ def regression(
     dtype: torch.dtype = torch.float32,
     features: str = "syntoken",
 ) -> Regression:
-    """The regression problem of a seed; see `Synthetic`.
+    """Draw the regression problem of a seed; `Synthetic` describes the arguments.
 
     Examples:
         >>> problem = regression(seed=0, noise="none")
@@ -124,26 +124,26 @@ def regression(
         raise ValueError(f"Unknown noise: {noise!r}; need one of {', '.join(NOISES)}.")
     if features not in FEATURES:
         raise ValueError(f"Unknown features: {features!r}; need one of {', '.join(FEATURES)}.")
-    source = generator(seed, "regression")
+    rng = generator(seed, "regression")
     if features == "gaussian":
-        x = torch.randn(samples, dimension, generator=source).to(dtype)
+        x = torch.randn(samples, dimension, generator=rng).to(dtype)
     else:
         frequent = torch.full((dimension,), 0.1)
         frequent[:10] = 0.9
-        x = torch.bernoulli(frequent.expand(samples, dimension), generator=source).to(dtype)
-    truth = torch.randn(dimension, generator=source).to(dtype)
-    return Regression(x, x @ truth + scale * draw_noise(noise, samples, df, source).to(dtype), truth)
+        x = torch.bernoulli(frequent.expand(samples, dimension), generator=rng).to(dtype)
+    truth = torch.randn(dimension, generator=rng).to(dtype)
+    return Regression(x, x @ truth + scale * draw_noise(noise, samples, df, rng).to(dtype), truth)
 
 
-def draw_noise(kind: str, n: int, df: float, source: torch.Generator) -> Tensor:
-    """n numbers of a noise, in float64."""
+def draw_noise(kind: str, n: int, df: float, rng: torch.Generator) -> Tensor:
+    """Draw n numbers of a noise, in float64."""
     if kind == "none":
         return torch.zeros(n, dtype=torch.float64)
-    normal = torch.randn(n, generator=source, dtype=torch.float64)
+    normal = torch.randn(n, generator=rng, dtype=torch.float64)
     if kind == "gaussian":
         return normal
     if kind == "cauchy":
-        return normal / torch.randn(n, generator=source, dtype=torch.float64)
+        return normal / torch.randn(n, generator=rng, dtype=torch.float64)
     # torch.distributions takes no generator; a t variable is a normal one over the root of a chi-squared one by df
-    chi_squared = 2 * torch._standard_gamma(torch.full((n,), df / 2, dtype=torch.float64), generator=source)
+    chi_squared = 2 * torch._standard_gamma(torch.full((n,), df / 2, dtype=torch.float64), generator=rng)
     return normal / (chi_squared / df).sqrt()
