@@ -12,7 +12,7 @@ import torch
 
 import tailopt
 from tailopt.algorithms import ALGORITHMS, _by_spelling, _resolve, per_parameter, spelling_key
-from tailopt.paper.settings import pairs
+from tailopt.paper.best_settings import pairs
 from tailopt.rules.table import INNER, OUTER
 
 EIGHTEEN = {

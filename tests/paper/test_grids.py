@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from tailopt.paper import Lower, grid, points
+from tailopt.paper.best_settings import corrections
 from tailopt.paper.grids import fit, linspace, specs
-from tailopt.paper.settings import corrections
-from tailopt.paper.tables import algorithms, load
+from tailopt.paper.printed_tables import algorithms, load
 
 PRINTED_SIZES = {
     "avg-sgd": 100,

@@ -4,8 +4,8 @@
 sweeps, `results("glue")` the printed numbers. Misprints are corrected unless the printed values are requested.
 """
 
+from tailopt.paper.best_settings import pairs, paper_settings
 from tailopt.paper.grids import Lower, grid, points
-from tailopt.paper.settings import pairs, paper_settings
-from tailopt.paper.tables import results
+from tailopt.paper.printed_tables import results
 
 __all__ = ["Lower", "grid", "pairs", "paper_settings", "points", "results"]

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from tailopt.paper.tables import algorithm_name, load, translated
+from tailopt.paper.printed_tables import algorithm_name, load, translated
 
 Which: TypeAlias = Literal["paper", "paper-printed"]
 GridSpec: TypeAlias = dict[str, Any]

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tailopt.paper.tables import algorithm_name
+from tailopt.paper.printed_tables import algorithm_name
 from tailopt.studies.runner import as_json
 from tailopt.studies.study import StudyOptions
 from tailopt.tasks.table import task

@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 from tailopt.paper import pairs, paper_settings, results
-from tailopt.paper.tables import load
+from tailopt.paper.printed_tables import load
 
 SETTINGS = {
     "avg-sgd": {"ilr"},

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tailopt.paper.grids import GridSpec, fit, notation
-from tailopt.paper.tables import algorithm_name, dataset_name, load, translated
+from tailopt.paper.printed_tables import algorithm_name, dataset_name, load, translated
 
 
 def paper_settings(algorithm: str, dataset: str, printed: bool = False) -> dict[str, float]:
