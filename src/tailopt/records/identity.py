@@ -210,12 +210,10 @@ def accepted_changes(folder: Path, id: str) -> list[Change]:
     for number, (line, row) in enumerate(zip(lines, history.parse_lines(path, lines), strict=True), start=1):
         stated = row.pop("sha256", None)
         chain = _digest(chain.encode() + history.line(row))
-        try:
-            change = Change(row["round"], row["old"], row["new"], row["difference"])
-        except KeyError:
-            stated = None
-        follows = not changes or changes[-1].new == change.old
-        if stated != chain or history.line({**row, "sha256": chain}) != line or not follows:
+        complete = row.keys() >= {*Change._fields}
+        change = Change(**{key: row[key] for key in Change._fields}) if complete else None
+        fits_digest = stated == chain and history.line({**row, "sha256": chain}) == line
+        if change is None or not fits_digest or (changes and changes[-1].new != change.old):
             raise DamagedRecord(
                 f"{path}, line {number}, is not what was written: it does not fit its digest, the lines before it and "
                 f"the run in {RUN}. Bring the file that was changed back from a copy."
