@@ -10,9 +10,9 @@ from tailopt.clipping.operators import biclip, biclip_l2, l2clip
 from tailopt.distributed.nested_optimizer import NestedOptimizer
 from tailopt.engines.simulate import Result, simulate
 from tailopt.optimizers.biclip import BiClip
-from tailopt.optimizers.checkpoints import load_named_state_dict, named_state_dict
 from tailopt.optimizers.clipped import Clipped
 from tailopt.optimizers.l2clip import L2Clip
+from tailopt.optimizers.state_by_name import load_named_state_dict, named_state_dict
 from tailopt.paper import paper_settings
 from tailopt.theory import Theory, theory
 

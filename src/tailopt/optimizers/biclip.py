@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.optim.optimizer import _use_grad_for_differentiable
 
 from tailopt.clipping.counts import StatisticsRecorder
 from tailopt.clipping.dispatch import update
@@ -18,11 +17,11 @@ from tailopt.clipping.norms import auto_dead_zone, largest
 from tailopt.clipping.operators import Number, arithmetic
 from tailopt.clipping.reference import ClipByValue, Step
 from tailopt.clipping.step_cache import StepCache
-from tailopt.optimizers.shell import Group, Shell, by_way, restore
+from tailopt.optimizers.clipping_optimizer import ClippingOptimizer, Gathered, Group, GroupBatch, ScopeOf
 from tailopt.optimizers.threshold_warning import ThresholdCheck
 
 
-class BiClip(Shell):
+class BiClip(ClippingOptimizer):
     """Clip every coordinate of the gradient to a magnitude between d and u, then descend.
 
         p <- p * (1 - lr * weight_decay) - lr * sign(g) * min(max(|g|, d), u)
@@ -64,7 +63,7 @@ class BiClip(Shell):
         tensor([0.9000, 0.9500])
     """
 
-    optional = {**Shell.optional, "dead_zone": 0.0}
+    optional = {**ClippingOptimizer.optional, "dead_zone": 0.0}
     not_counted = (
         "Nothing was counted: this BiClip was built with statistics=False. Build it with statistics=True (or "
         '"counts", or "complete"), or count given gradients with tailopt.count.'
@@ -87,23 +86,13 @@ class BiClip(Shell):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "u": u,
-            "d": d,
-            "weight_decay": weight_decay,
-            "dead_zone": dead_zone,
-            "nonfinite": nonfinite,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-        }
+        defaults: Group = {"lr": lr, "u": u, "d": d, "weight_decay": weight_decay}
+        defaults |= {"dead_zone": dead_zone, "nonfinite": nonfinite, "maximize": maximize, "foreach": foreach}
+        defaults |= {"capturable": capturable, "differentiable": differentiable, "fused": fused}
         super().__init__(params, defaults, statistics)
 
-    def _ready(self) -> None:
-        super()._ready()
+    def _init_runtime(self) -> None:
+        super()._init_runtime()
         self._threshold_check = ThresholdCheck()
 
     def lower_thresholds(self, group: Group) -> list[tuple[str, Number]]:
@@ -112,64 +101,47 @@ class BiClip(Shell):
             raise ValueError(f'Invalid dead_zone: {dead_zone!r}; need a number with 0 <= dead_zone <= u, or "auto".')
         return super().lower_thresholds(group) + ([] if isinstance(dead_zone, str) else [("dead_zone", dead_zone)])
 
-    @_use_grad_for_differentiable
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; returns what the closure returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        gathered = self._gather()
-        if not self._unscale(gathered):
-            return loss
-        batches = self._batches(gathered)
+    def _batches(self, gathered: Gathered) -> tuple[list[GroupBatch], ScopeOf]:
+        slot = self._slots() if self._statistics is not None else {}
+        top = None
+        batches: list[GroupBatch] = []
+        for group, params, grads in gathered:
+            if top is None and group["dead_zone"] == "auto":
+                top = _largest_gradient(gathered)
+            for positions, step in self._steps(group, params, top):
+                ps = params if positions is None else [params[i] for i in positions]
+                gs = grads if positions is None else [grads[i] for i in positions]
+                batches.append((group, Batch(ps, gs, step, [slot[id(p)] for p in ps] if slot else ())))
         if not torch.compiler.is_compiling() and self._threshold_check.due():
             names = self.names()
             self._threshold_check.look(batches, {key: names[slot] for key, slot in self._slots().items()})
-        batches, kept = self._refuse_nonfinite(batches, lambda b, i: id(batches[b][1].params[i]))
-        recorder = None
-        if self._statistics is not None:
-            recorder = self._recorder
-            recorder.begin_pass(len(self.names()))
-        for name, same in by_way(batches).items():
-            if name == "fused":
-                _fused_biclip(same, self._cache, recorder)
-            elif name == "single":
-                _single_tensor_biclip(same, recorder)
-            else:
-                _multi_tensor_biclip(same, self._cache, recorder, "foreach" if name == "foreach" else None)
-        restore(kept)
-        return loss
-
-    def _batches(self, gathered: list[tuple[Group, list[Tensor], list[Tensor]]]) -> list[tuple[Group, Batch]]:
-        slot = self._slots() if self._statistics is not None else {}
-        top = None
-        batches = []
-        for group, params, grads in gathered:
-            if top is None and group["dead_zone"] == "auto":
-                top = _top(gathered)
-            for chosen, how in self._steps(group, params, top):
-                ps = params if chosen is None else [params[i] for i in chosen]
-                gs = grads if chosen is None else [grads[i] for i in chosen]
-                batches.append((group, Batch(ps, gs, how, [slot[id(p)] for p in ps] if slot else ())))
-        return batches
+        return batches, lambda b, i: id(batches[b][1].params[i])  # every tensor is skipped on its own
 
     def _steps(self, group: Group, params: Sequence[Tensor], top: Tensor | None) -> list[tuple[list[int] | None, Step]]:
-        """The group's parameters by the step they take, each the same object until a setting changes."""
+        """The group's parameters by the step they take, the same objects until a setting changes."""
         tracing = torch.compiler.is_compiling()
-        if not tracing and id(group) in self._made:
-            return self._made[id(group)]
+        kept = self._checked_groups.steps(group) if not tracing else None
+        if kept is not None:
+            return kept
         u, d, lr, weight_decay, maximize = (group[key] for key in ("u", "d", "lr", "weight_decay", "maximize"))
         steps = [
-            (chosen, Step(ClipByValue(u, d, zone), lr, weight_decay, maximize))
-            for chosen, zone in _dead_zones(group, params, top)
+            (positions, Step(ClipByValue(u, d, zone), lr, weight_decay, maximize))
+            for positions, zone in _dead_zones(group, params, top)
         ]
         if not tracing and not isinstance(group["dead_zone"], str):
-            self._made[id(group)] = steps
+            self._checked_groups.keep_steps(group, steps)
         return steps
 
+    def _run(self, kind: str, batches: Sequence[Batch], recorder: StatisticsRecorder | None) -> None:
+        if kind == "fused":
+            _fused_biclip(batches, self._step_cache, recorder)
+        elif kind == "single":
+            _single_tensor_biclip(batches, recorder)
+        else:
+            _multi_tensor_biclip(batches, self._step_cache, recorder, "foreach" if kind == "foreach" else None)
 
-def _top(gathered: list[tuple[Group, list[Tensor], list[Tensor]]]) -> Tensor:
+
+def _largest_gradient(gathered: Gathered) -> Tensor:
     """max|g| over all parameters."""
     owners = [p for _, params, _ in gathered for p in params]
     grads = [g for _, _, grads in gathered for g in grads]
@@ -183,9 +155,13 @@ def _dead_zones(group: Group, params: Sequence[Tensor], top: Tensor | None) -> l
     assert top is not None
     result: list[tuple[list[int] | None, Number]] = []
     for dtype in (torch.float32, torch.float64):
-        chosen = [i for i, p in enumerate(params) if arithmetic(p.dtype) == dtype]
-        result.append((chosen, auto_dead_zone(top, group["u"], dtype)))
+        positions: list[int] | None = [i for i, p in enumerate(params) if arithmetic(p.dtype) == dtype]
+        result.append((positions, auto_dead_zone(top, group["u"], dtype)))
     return result
+
+
+# The three functions that every optimizer of torch has in its module, by torch's names: torch's own tests replace
+# `_multi_tensor_<name>` there to see which implementation a step takes. The fused one stays out of compiled graphs.
 
 
 def _single_tensor_biclip(batches: Sequence[Batch], recorder: StatisticsRecorder | None) -> None:

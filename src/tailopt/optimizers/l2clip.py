@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.optim.optimizer import _use_grad_for_differentiable
 
+from tailopt.clipping.counts import StatisticsRecorder
 from tailopt.clipping.dispatch import update
 from tailopt.clipping.dtensor import local_pair
 from tailopt.clipping.kernels.kernel import Batch
 from tailopt.clipping.norms import NormRequest, scalings
 from tailopt.clipping.operators import Number, arithmetic
-from tailopt.clipping.reference import ScaleToNorm, Step
+from tailopt.clipping.reference import Step
 from tailopt.clipping.step_cache import StepCache
-from tailopt.optimizers.shell import Group, Shell, by_way, restore
+from tailopt.optimizers.clipping_optimizer import ClippingOptimizer, Gathered, Group, GroupBatch, ScopeOf
 
 SCOPES = ("global", "group", "tensor")
-IDENTITY = ScaleToNorm(1.0, 1.0, 1.0)
 
 
-class L2Clip(Shell):
+class L2Clip(ClippingOptimizer):
     """Rescale the gradient so that its norm lies between d and u, then descend.
 
         p <- p * (1 - lr * weight_decay) - lr * g * min(max(n, d), u) / n,    n = the norm of g over the scope
@@ -52,7 +51,7 @@ class L2Clip(Shell):
         tensor([0.9400, 0.9200])
     """
 
-    optional = {**Shell.optional, "scope": "global"}
+    optional = {**ClippingOptimizer.optional, "scope": "global"}
     not_counted = (
         'Nothing was counted: L2Clip counts skipped steps alone, and no group has nonfinite="skip". Count gradients '
         "with tailopt.count."
@@ -74,19 +73,9 @@ class L2Clip(Shell):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "u": u,
-            "d": d,
-            "scope": scope,
-            "weight_decay": weight_decay,
-            "nonfinite": nonfinite,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-        }
+        defaults: Group = {"lr": lr, "u": u, "d": d, "scope": scope, "weight_decay": weight_decay}
+        defaults |= {"nonfinite": nonfinite, "maximize": maximize, "foreach": foreach}
+        defaults |= {"capturable": capturable, "differentiable": differentiable, "fused": fused}
         super().__init__(params, defaults)
 
     def check(self, group: Group, params: Sequence[Tensor] = (), at_step: bool = False) -> None:
@@ -100,31 +89,21 @@ class L2Clip(Shell):
                 )
         super().check(group, params, at_step)
 
-    @_use_grad_for_differentiable
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; returns what the closure returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        gathered = self._gather()
-        if not self._unscale(gathered):
-            return loss
-        batches, scopes = _batches(gathered)
-        batches, kept = self._refuse_nonfinite(batches, lambda b, i: scopes[b])
-        for name, same in by_way(batches).items():
-            if name == "fused":
-                _fused_l2clip(same, self._cache)
-            elif name == "single":
-                _single_tensor_l2clip(same)
-            else:
-                _multi_tensor_l2clip(same, self._cache, "foreach" if name == "foreach" else None)
-        restore(kept)
-        return loss
+    def _batches(self, gathered: Gathered) -> tuple[list[GroupBatch], ScopeOf]:
+        batches, scopes = _batches_by_scope(gathered)
+        return batches, lambda b, i: scopes[b]
+
+    def _run(self, kind: str, batches: Sequence[Batch], recorder: StatisticsRecorder | None) -> None:
+        if kind == "fused":
+            _fused_l2clip(batches, self._step_cache)
+        elif kind == "single":
+            _single_tensor_l2clip(batches)
+        else:
+            _multi_tensor_l2clip(batches, self._step_cache, "foreach" if kind == "foreach" else None)
 
 
-def _batches(gathered: list[tuple[Group, list[Tensor], list[Tensor]]]) -> tuple[list[tuple[Group, Batch]], list[int]]:
-    """Batches of tensors that are rescaled alike, and the scope each batch is in."""
+def _batches_by_scope(gathered: Gathered) -> tuple[list[GroupBatch], list[int]]:
+    """Batches of tensors that take the same scaling, and the scope of each batch."""
     places: list[tuple[Group, list[Tensor], list[Tensor], int, torch.dtype]] = []
     norms: dict[Any, int] = {}
     scope_of: list[int] = []
@@ -154,6 +133,9 @@ def _batches(gathered: list[tuple[Group, list[Tensor], list[Tensor]]]) -> tuple[
         for (group, ps, gs, _, _), clip in zip(places, clips, strict=True)
     ]
     return batches, scope_of
+
+
+# As in biclip.py: functions that torch's own tests look for.
 
 
 def _single_tensor_l2clip(batches: Sequence[Batch]) -> None:

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import SGD, AdamW, Optimizer
 
 import tailopt
-from tailopt.optimizers.checkpoints import FORMAT, load_named_state_dict, named_state_dict
+from tailopt.optimizers.state_by_name import FORMAT, load_named_state_dict, named_state_dict
 
 HEAD = ("format", "groups", "layout")
 

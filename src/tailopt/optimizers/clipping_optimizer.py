@@ -1,18 +1,20 @@
-"""What BiClip and L2Clip share: groups that are checked before anything moves, gathering, policies, statistics.
+"""What BiClip and L2Clip share: the step, groups that are checked before anything moves, policies, statistics.
 
-The shell holds no arithmetic. It gathers parameters and gradients, validates, and hands batches to `clipping.update`.
-`self.state` is never read here: it is a defaultdict, and reading would create entries.
+There is no arithmetic here. A step gathers parameters and gradients, validates, and passes batches to
+`clipping.dispatch`. `self.state` is never read: it is a defaultdict, and reading would create entries.
 """
 
 from __future__ import annotations
 
 import operator
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _use_grad_for_differentiable
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from tailopt.clipping.counts import Counts, StatisticsRecorder
@@ -28,9 +30,43 @@ from tailopt.optimizers.threshold_warning import warn_caller
 POLICIES = ("propagate", "skip", "raise")
 STATISTICS = {False: None, "counts": "counts", True: "sampled", "complete": "complete"}
 Group = dict[str, Any]
+Gathered = list[tuple[Group, list[Tensor], list[Tensor]]]  # groups with their parameters that have gradients
+GroupBatch = tuple[Group, Batch]
+ScopeOf = Callable[[int, int], int]  # (batch, position in it) -> which tensors are skipped together
 
 
-class Shell(Optimizer):
+class CheckedGroups:
+    """The groups whose settings were checked, and the steps that were built from them.
+
+    An entry is valid while every setting of the group is the very object that was checked. A group with a tensor among
+    its settings has no entry: the tensor may change in place.
+    """
+
+    def __init__(self, settings: Iterable[str]) -> None:
+        self._settings = operator.itemgetter(*settings)
+        self._checked: dict[int, tuple[Any, ...]] = {}  # by id of the group
+        self._steps: dict[int, list[tuple[list[int] | None, Step]]] = {}
+
+    def __contains__(self, group: Group) -> bool:
+        current, checked = self._settings(group), self._checked.get(id(group), ())
+        return len(current) == len(checked) and all(map(operator.is_, current, checked))
+
+    def add(self, group: Group) -> None:
+        """Remember the settings of a group that was just checked; forget the steps of the settings before."""
+        settings = self._settings(group)
+        self._checked[id(group)] = () if any(isinstance(value, Tensor) for value in settings) else settings
+        self._steps.pop(id(group), None)
+
+    def steps(self, group: Group) -> list[tuple[list[int] | None, Step]] | None:
+        """The steps that were kept for a group since its settings were checked."""
+        return self._steps.get(id(group))
+
+    def keep_steps(self, group: Group, steps: list[tuple[list[int] | None, Step]]) -> None:
+        """Keep the steps of a group: as the same objects, they are recognised by the step cache."""
+        self._steps[id(group)] = steps
+
+
+class ClippingOptimizer(Optimizer):
     """The common part of the clipping optimizers; not public."""
 
     # Keys that a checkpoint of an earlier release may lack, with what their absence means.
@@ -51,26 +87,24 @@ class Shell(Optimizer):
         if statistics not in STATISTICS:
             raise ValueError(f'Invalid statistics: {statistics!r}; need False, "counts", True or "complete".')
         self._statistics = STATISTICS[statistics]
-        defaults = {key: _plain(value) for key, value in defaults.items()}
+        defaults = {key: _plain_value(value) for key, value in defaults.items()}
         self.check(defaults)  # before the base looks at params: a bad lr is reported first
         super().__init__(params, defaults)
-        self._ready()
+        self._init_runtime()
 
-    def _ready(self) -> None:
-        """What is not saved, made anew for a new, unpickled or copied object."""
+    def _init_runtime(self) -> None:
+        """Set up what is not saved; a new, an unpickled and a copied object start with it empty."""
         self._recorder = StatisticsRecorder(self._statistics or "counts")
-        self._cache = StepCache()
-        self._settings = operator.itemgetter(*(key for key in self.defaults if key != "params"))
-        self._checked: dict[int, tuple[Any, ...]] = {}  # settings of groups, by id
-        self._made: dict[int, list[tuple[list[int] | None, Step]]] = {}  # what was made of them
-        self._violations: dict[torch.device, Tensor] = {}
+        self._step_cache = StepCache()
+        self._checked_groups = CheckedGroups(key for key in self.defaults if key != "params")
+        self._violations: dict[torch.device, Tensor] = {}  # by device, counted where the thresholds are
         self._warned_of_decay = False
         if self.defaults["fused"]:
-            # Only where the constructor was asked for fused=True: with the flag a scaler leaves the unscaling to us.
+            # Only if the constructor got fused=True: with this flag a GradScaler leaves the unscaling to us.
             self._step_supports_amp_scaling = True
 
     def check(self, group: Group, params: Sequence[Tensor] = (), at_step: bool = False) -> None:
-        """Raise for a group that cannot be used; at a step, thresholds on a device are counted and never waited for."""
+        """Raise for a group that cannot be used. At a step, violations on a device are counted, and nothing waits."""
         lr, weight_decay = group["lr"], group["weight_decay"]
         if isinstance(lr, Tensor):
             if lr.numel() != 1:
@@ -113,19 +147,19 @@ class Shell(Optimizer):
             raise ValueError(f"Invalid thresholds: need 0 <= {name} <= u everywhere, got {name}={low}, u={u}.")
 
     def violations(self) -> int:
-        """How many checks of thresholds on a device found d > u, a step at a time. Waits for the device."""
+        """How many steps found d > u among thresholds on a device. Waits for the device."""
         return sum(int(count) for count in self._violations.values())
 
     # ---- groups ----
 
     def add_param_group(self, param_group: Group) -> None:
         if isinstance(param_group, dict) and "params" in param_group:
-            merged = {**self.defaults, **{k: v if k == "params" else _plain(v) for k, v in param_group.items()}}
+            merged = {**self.defaults, **{k: v if k == "params" else _plain_value(v) for k, v in param_group.items()}}
             if not isinstance(merged["params"], Tensor | list | set):
-                merged["params"] = list(merged["params"])  # a generator can be walked once only
+                merged["params"] = list(merged["params"])  # a generator can be read only once
             tensors = [merged["params"]] if isinstance(merged["params"], Tensor) else merged["params"]
             named = (p[1] if isinstance(p, tuple) else p for p in tensors)
-            self.check(merged, [p for p in named if isinstance(p, Tensor)])  # the base refuses what is not
+            self.check(merged, [p for p in named if isinstance(p, Tensor)])  # the base class raises for anything else
             param_group = merged
         super().add_param_group(param_group)
 
@@ -137,7 +171,7 @@ class Shell(Optimizer):
             missing = [key for key in ("lr", "u", "d") if key not in group]
             if missing:
                 raise ValueError(f"Invalid state dict for {type(self).__name__}: a group lacks {', '.join(missing)}.")
-            group.update({k: _plain(v) for k, v in group.items() if k != "params"})
+            group.update({k: _plain_value(v) for k, v in group.items() if k != "params"})
             for key in ("u", "d"):
                 if isinstance(group[key], Tensor) and group[key].ndim and group["params"]:
                     group[key] = group[key].to(group["params"][0].device)
@@ -145,7 +179,7 @@ class Shell(Optimizer):
         super().__setstate__(state)
         if "_recorder" not in self.__dict__:  # copied or unpickled, not merely loaded
             self.__dict__.setdefault("_statistics", None)
-            self._ready()
+            self._init_runtime()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_statistics": self._statistics}
@@ -153,24 +187,56 @@ class Shell(Optimizer):
     # ---- a step ----
 
     def _init_group(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> bool:
-        everyone = group["params"]
-        found = [g for p in everyone if (g := p.grad) is not None]
-        params += everyone if len(found) == len(everyone) else [p for p in everyone if p.grad is not None]
-        grads += found
+        """Append the group's parameters that have gradients, and the gradients.
+
+        The name and the returned flag (in torch: whether a gradient is of a special kind) are torch's, because
+        torch.compile calls this method by name.
+        """
+        group_params = group["params"]
+        group_grads = [g for p in group_params if (g := p.grad) is not None]
+        complete = len(group_grads) == len(group_params)
+        params += group_params if complete else [p for p in group_params if p.grad is not None]
+        grads += group_grads
         return False
 
-    def _gather(self) -> list[tuple[Group, list[Tensor], list[Tensor]]]:
-        """Parameters that have gradients, by group, after everything that could refuse them has been asked."""
+    @_use_grad_for_differentiable
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; returns what the closure returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gathered = self._gather()
+        if not self._unscale(gathered):
+            return loss
+        batches, scope_of = self._batches(gathered)
+        batches, saved = self._refuse_nonfinite(batches, scope_of)
+        recorder = None
+        if self._statistics is not None:
+            recorder = self._recorder
+            recorder.begin_pass(len(self.names()))
+        for kind, same_kind in _group_by_kernel(batches).items():
+            self._run(kind, same_kind, recorder)
+        _restore(saved)
+        return loss
+
+    @abstractmethod
+    def _batches(self, gathered: Gathered) -> tuple[list[GroupBatch], ScopeOf]:
+        """Tensors that take the same step, with their group; and the scope in which a non-finite element counts."""
+
+    @abstractmethod
+    def _run(self, kind: str, batches: Sequence[Batch], recorder: StatisticsRecorder | None) -> None:
+        """Take the step of batches that go through the same function of the optimizer's module."""
+
+    def _gather(self) -> Gathered:
+        """Parameters that have gradients, by group, after every check that could refuse them."""
         tracing = torch.compiler.is_compiling()
         if not tracing:
             for group in self.param_groups:
-                if not self._is_checked(group):
-                    self._made.pop(id(group), None)
+                if group not in self._checked_groups:
                     self.check(group, group["params"], at_step=True)
                     self._warn_of_decay(group)
-                    settings = self._settings(group)
-                    changeable = any(isinstance(value, Tensor) for value in settings)
-                    self._checked[id(group)] = () if changeable else settings
+                    self._checked_groups.add(group)
             self._accelerator_graph_capture_health_check()
         gathered = []
         for group in self.param_groups:
@@ -185,7 +251,7 @@ class Shell(Optimizer):
         return gathered
 
     def _warn_of_decay(self, group: Group) -> None:
-        """Once: a decay that leaves nothing of the weights, or turns them round. A learning rate on a device waits."""
+        """Warn once of a decay that erases the weights or flips their signs; an lr on a device is not read."""
         lr, weight_decay = group["lr"], group["weight_decay"]
         if self._warned_of_decay or not weight_decay or (isinstance(lr, Tensor) and not lr.is_cpu):
             return
@@ -198,15 +264,10 @@ class Shell(Optimizer):
                 "what AdamW's was."
             )
 
-    def _is_checked(self, group: Group) -> bool:
-        """Whether every setting is the very object that was checked before, and none a tensor, which may change."""
-        now, before = self._settings(group), self._checked.get(id(group), ())
-        return len(now) == len(before) and all(map(operator.is_, now, before))
-
-    def _unscale(self, gathered: Iterable[tuple[Group, list[Tensor], list[Tensor]]]) -> bool:
-        """GradScaler's fused protocol: unscale the gradients in place; False where this step is to be left out."""
-        found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if isinstance(found, Tensor) and found.item():  # the scaler's sum over no gradients is the number 0
+    def _unscale(self, gathered: Gathered) -> bool:
+        """GradScaler's fused protocol: unscale the gradients in place; False if this step is to be skipped."""
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if isinstance(found_inf, Tensor) and found_inf.item():  # the scaler's sum over no gradients is the number 0
             return False
         if scale is not None:
             inverse = scale.double().reciprocal().float()  # as the scaler forms it: both protocols give the same bits
@@ -216,64 +277,60 @@ class Shell(Optimizer):
         return True
 
     def _refuse_nonfinite(
-        self, batches: list[tuple[Group, Batch]], scope: Callable[[int, int], int]
-    ) -> tuple[list[tuple[Group, Batch]], list[tuple[Tensor, Tensor, Tensor]]]:
-        """The policies "skip" and "raise". scope(batch, i): tensors with the same answer stand or fall together.
+        self, batches: list[GroupBatch], scope_of: ScopeOf
+    ) -> tuple[list[GroupBatch], list[tuple[Tensor, Tensor, Tensor]]]:
+        """The policies "skip" and "raise"; tensors of one scope are skipped together.
 
         On the CPU a skipped tensor leaves its batch. On a device nothing may wait for the verdict: the tensor steps,
-        and what it was is returned as (parameter, copy, verdict), for `restore`.
+        and is returned as (parameter, copy, verdict), for `_restore`.
         """
         policies = [group["nonfinite"] for group, _ in batches]
         if policies.count("propagate") == len(policies):
             return batches, []
-        everywhere = [(b, i) for b, (_, batch) in enumerate(batches) for i in range(len(batch.params))]
-        concerned = {scope(b, i) for b, i in everywhere if policies[b] != "propagate"}
-        places = [(b, i) for b, i in everywhere if scope(b, i) in concerned]
+        all_places = [(b, i) for b, (_, batch) in enumerate(batches) for i in range(len(batch.params))]
+        concerned = {scope_of(b, i) for b, i in all_places if policies[b] != "propagate"}
+        places = [(b, i) for b, i in all_places if scope_of(b, i) in concerned]
         if not places:
             return batches, []
         owners = [batches[b][1].params[i] for b, i in places]
-        found = nonfinite(
-            [local_pair(p, batches[b][1].grads[i])[1] for p, (b, i) in zip(owners, places, strict=True)], owners
-        )
-        slots, names = self._slots(), self.names()
-        raising = {scope(b, i) for b, i in places if policies[b] == "raise"}
-        strict = [k for k, (b, i) in enumerate(places) if scope(b, i) in raising]
-        if strict and int(found[strict].sum()):
-            named = [
-                f"{names[slots[id(owners[k])]]!r}: {int(found[k])} of {owners[k].numel()}"
-                for k in strict
-                if int(found[k])
-            ]
-            raise FloatingPointError(
-                f"Non-finite gradient elements in {', '.join(named)}. No parameter was moved. "
-                'Look at the batch, or use nonfinite="skip".'
-            )
+        local_grads = [local_pair(p, batches[b][1].grads[i])[1] for p, (b, i) in zip(owners, places, strict=True)]
+        counts = nonfinite(local_grads, owners)
+        raising = {scope_of(b, i) for b, i in places if policies[b] == "raise"}
+        self._raise_for_nonfinite([k for k, (b, i) in enumerate(places) if scope_of(b, i) in raising], owners, counts)
         verdicts: dict[int, Tensor] = {}
         for k, (b, i) in enumerate(places):
-            key = scope(b, i)
-            verdicts[key] = verdicts[key] | (found[k] > 0) if key in verdicts else found[k] > 0
+            scope = scope_of(b, i)
+            verdicts[scope] = verdicts[scope] | (counts[k] > 0) if scope in verdicts else counts[k] > 0
+        slots, n_slots = self._slots(), len(self.names())
         dropped: set[tuple[int, int]] = set()
-        kept = []
+        saved = []
         for k, (b, i) in enumerate(places):
             if policies[b] != "skip":
                 continue
-            verdict = verdicts[scope(b, i)]
-            self._recorder.skip(slots[id(owners[k])], len(names), verdict)
+            verdict = verdicts[scope_of(b, i)]
+            self._recorder.skip(slots[id(owners[k])], n_slots, verdict)
             if not verdict.is_cpu:
-                kept.append((owners[k], owners[k].clone(), verdict))
+                saved.append((owners[k], owners[k].clone(), verdict))
             elif bool(verdict):
                 dropped.add((b, i))
-        result = []
-        for b, (group, batch) in enumerate(batches):
-            stay = [i for i in range(len(batch.params)) if (b, i) not in dropped]
-            slots_left = [batch.slots[i] for i in stay] if batch.slots else ()
-            params, grads_left = [batch.params[i] for i in stay], [batch.grads[i] for i in stay]
-            result.append((group, Batch(params, grads_left, batch.step, slots_left)))
-        return result, kept
+        return [(group, _without(batch, b, dropped)) for b, (group, batch) in enumerate(batches)], saved
+
+    def _raise_for_nonfinite(self, strict: Sequence[int], owners: Sequence[Tensor], counts: Tensor) -> None:
+        """The policy "raise", for the parameters at these positions; waits for the device."""
+        if not strict or not int(counts[strict].sum()):
+            return
+        slots, names = self._slots(), self.names()
+        bad = [k for k in strict if int(counts[k])]
+        elements = [f"{names[slots[id(owners[k])]]!r}: {int(counts[k])} of {owners[k].numel()}" for k in bad]
+        raise FloatingPointError(
+            f"Non-finite gradient elements in {', '.join(elements)}. No parameter was moved. "
+            'Look at the batch, or use nonfinite="skip".'
+        )
 
     # ---- statistics ----
 
     def _slots(self) -> dict[int, int]:
+        """The position of every parameter in the optimizer, by its id."""
         return {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
 
     def names(self) -> list[str | int]:
@@ -284,11 +341,11 @@ class Shell(Optimizer):
         return result
 
     def statistics(self, by: str = "tensor") -> dict[str | int, Counts]:
-        """What the steps since the last call have counted, by parameter ("tensor") or by "group"; then start anew.
+        """What the steps since the last call have counted, by parameter ("tensor") or by "group"; then start again.
 
         Keys are parameter names where the optimizer was built from `named_parameters()`, else positions. Without
-        `statistics=` nothing is counted but the steps that `nonfinite="skip"` left out, and where no group has that
-        policy either, this raises a RuntimeError.
+        `statistics=` only the steps that `nonfinite="skip"` skipped are counted, and if no group has that policy
+        either, this raises a RuntimeError.
         """
         if by not in ("tensor", "group"):
             raise ValueError(f'Invalid by: {by!r}; need "tensor" or "group".')
@@ -307,30 +364,37 @@ class Shell(Optimizer):
         return result
 
 
-def restore(kept: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
+def _without(batch: Batch, b: int, dropped: set[tuple[int, int]]) -> Batch:
+    """The b-th batch without the tensors that are dropped from it."""
+    stay = [i for i in range(len(batch.params)) if (b, i) not in dropped]
+    slots = [batch.slots[i] for i in stay] if batch.slots else ()
+    return Batch([batch.params[i] for i in stay], [batch.grads[i] for i in stay], batch.step, slots)
+
+
+def _restore(saved: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
     """Give parameters whose gradient was not finite their value back, without waiting for the verdict."""
-    for p, before, verdict in kept:
+    for p, before, verdict in saved:
         p.copy_(torch.where(verdict, before, p))
 
 
-def by_way(batches: Iterable[tuple[Group, Batch]]) -> dict[str, list[Batch]]:
-    """Batches that are not empty, by the function of the optimizer's module that they go through."""
-    ways: dict[str, list[Batch]] = {}
+def _group_by_kernel(batches: Iterable[GroupBatch]) -> dict[str, list[Batch]]:
+    """Batches that are not empty, by the kind of kernel that their group asks for."""
+    by_kind: dict[str, list[Batch]] = {}
     for group, batch in batches:
         if batch.params:
-            ways.setdefault(_way(group, batch.params), []).append(batch)
-    return ways
+            by_kind.setdefault(_kernel_kind(group, batch.params), []).append(batch)
+    return by_kind
 
 
-def _way(group: Group, params: Sequence[Tensor]) -> str:
-    """One of "single", "foreach", "multi" and "fused"."""
+def _kernel_kind(group: Group, params: Sequence[Tensor]) -> str:
+    """One of "single", "foreach", "fused", and "multi" for the fastest that there is."""
     if group["differentiable"]:
         return "single"
     if group["fused"]:
         return "fused"
     if group["foreach"] is not None:
         return "foreach" if group["foreach"] else "single"
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # the C kernel cannot be traced
         devices = _get_foreach_kernels_supported_devices()
         return "foreach" if params and all(p.device.type in devices for p in params) else "single"
     return "multi"
@@ -340,7 +404,7 @@ def _is_number(value: Any) -> bool:
     return not isinstance(value, bool) and hasattr(value, "__float__")
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     """A group's value as something a checkpoint can hold: numbers of other libraries become floats."""
     if value is None or isinstance(value, bool | str | Tensor | int | float | list | tuple | dict):
         # a numpy.float64 is a float too, and torch.load(weights_only=True) refuses it
@@ -365,5 +429,5 @@ def _check_capturable(params: Sequence[Tensor]) -> None:
 
     devices = _get_capturable_supported_devices()
     if not all(p.device.type in devices for p in params):
-        found = sorted({p.device.type for p in params})
-        raise AssertionError(f"If capturable=True, params must be on supported devices: {devices}, not on {found}.")
+        used = sorted({p.device.type for p in params})
+        raise AssertionError(f"If capturable=True, params must be on supported devices: {devices}, not on {used}.")
