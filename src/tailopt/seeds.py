@@ -1,7 +1,7 @@
 """Randomness as a pure function of what it is for: (seed, purpose, round, node, step).
 
-Nothing draws from a stream that somebody else moves on. So a resumed run, another engine or another machine draws the
-same participants, the same batches and the same dropout masks, in whatever order it asks for them.
+No draw depends on how often another one was made. So a resumed run, another engine or another machine draws the same
+participants, the same batches and the same dropout masks, in any order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def derive(seed: int, purpose: str, *numbers: int) -> int:
 
 
 def mixed(base: int, step: int) -> int:
-    """The seed of a step, from that of its round: far cheaper than deriving each, and as far from its neighbours.
+    """Derive a step seed from the round seed: much cheaper than hashing each step, and just as well separated.
 
     Examples:
         >>> mixed(5, 0), mixed(5, 1)

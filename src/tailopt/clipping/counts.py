@@ -21,11 +21,11 @@ from tailopt.native.calls import DTYPES, addresses, dtype_codes, sizes
 from tailopt.native.clip import Counters, StepRows, TensorTable
 from tailopt.native.library import loaded
 
-COMPLETE_BELOW = 65_536  # smaller tensors enter a histogram whole
-STRIDE = 32  # of larger ones, one cache line in so many
+COMPLETE_BELOW = 65_536  # every element of a smaller tensor enters a histogram
+STRIDE = 32  # of a larger tensor, one cache line in so many
 LINE = 64  # bytes
 PIECE = 1 << 24  # elements that `moved_and_raised` holds a copy of
-BATCHES = 10  # at least, to standardise by
+BATCHES = 10  # at least, for a standardised gradient
 EXPONENT = 127  # octave k of a histogram holds 2^(k-127) <= |x| < 2^(k-126)
 
 
@@ -97,7 +97,7 @@ class Counts:
             [6.2, 1.6, 1.1]
         """
         if not self.octaves:
-            raise ValueError("No histogram was kept; ask for it with statistics=True.")
+            raise ValueError("There is no histogram in these counts; ask for it with statistics=True.")
         seen = sum(self.octaves[:255])
         count, logs = 0, 0.0
         for k in range(254, 0, -1):
@@ -209,7 +209,7 @@ def add(
 
 
 def is_flat(g: Tensor) -> bool:
-    """Whether the elements lie without gaps in memory, in whatever order: a walk through it sees each of them once."""
+    """Whether the elements lie in memory without gaps, in any order: a pass over it sees each of them once."""
     if g.is_neg():  # then memory holds the negatives
         return False
     return g.layout == torch.strided and (g.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(g))

@@ -1,6 +1,6 @@
-"""DTensor at the border: what is a shard, what is a sum still to be formed, and one reduction over all shards.
+"""Everything that knows DTensor: local parts, partial sums, and one reduction over all shards.
 
-Nobody has a DTensor unless `torch.distributed.tensor` was imported, so nothing here imports it before that.
+There is no DTensor unless `torch.distributed.tensor` was imported, so nothing here imports it before that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def is_dtensor(x: Tensor) -> TypeGuard[DTensor]:
 
 
 def summed(x: Tensor) -> Tensor:
-    """x with partial sums formed: clipping is not linear, so an addend must not be clipped."""
+    """x with its partial sums added up: clipping is not linear, so the addends must not be clipped."""
     if not is_dtensor(x):
         return x
     if not any(p.is_partial() for p in x.placements):
@@ -84,7 +84,7 @@ def by_ranks(owners: Sequence[Tensor]) -> dict[tuple[Any, ...], list[int]]:
 
 
 def over_shards(value: Tensor, groups: Sequence[Any], fold: Callable[[Tensor], Tensor]) -> Tensor:
-    """`fold` of every rank's value, stacked in rank order: one collective a group, entered with empty shards too."""
+    """`fold` of all ranks' values, stacked in rank order: one collective per group, entered with empty shards too."""
     for group in groups:
         parts = [torch.empty_like(value) for _ in range(torch.distributed.get_world_size(group))]
         torch.distributed.all_gather(parts, value.contiguous(), group=group)

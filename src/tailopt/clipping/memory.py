@@ -1,7 +1,7 @@
-"""Tensors whose storage was freed under them: a kernel that is handed addresses would write into nowhere.
+"""Tensors whose storage was freed: a kernel that gets addresses would write into memory that is not theirs.
 
 FSDP1 frees parameters by `untyped_storage().resize_(0)`; the tensor keeps its shape. torch's fused optimizers raise
-there, and so do the kernels here. An address is looked at in every step, a storage only where that is suspicious.
+then, and so do the kernels here. Every step looks at the addresses, and at a storage only if its address is suspicious.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 from tailopt.clipping.operators import is_transformed
 
 # A freed storage is at address 0, and a view into it at the view's offset. Memory in use lies far above, except in a
-# process without address randomisation: there the storages are looked at, which is slower and right.
+# process without address randomisation: there the storages are checked, which is slower and just as safe.
 SUSPICIOUS = 1 << 32
 
 
 def check_memory(tensors: Sequence[Tensor], where: array[int] | None = None) -> None:
     """Raise a RuntimeError for a tensor that has elements and no memory for them.
 
-    where: the addresses of the tensors, if they are known; then only storages at suspicious ones are looked at.
+    where: the addresses of the tensors, if they are known; then only storages at suspicious addresses are checked.
     """
     if where is not None and min(where, default=SUSPICIOUS) >= SUSPICIOUS:
         return

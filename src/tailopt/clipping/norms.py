@@ -95,7 +95,7 @@ def nonfinite(grads: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
 
 
 def _rows(x: Tensor, members: Sequence[int]) -> Tensor:
-    """x[members], without the copy of the list to the device that everything would wait for."""
+    """x[members], without the copy of an index list to the device, which would wait."""
     return torch.stack([x[i] for i in members])
 
 

@@ -4,7 +4,7 @@
     biclip_l2(x; u, d)  = x * min(max(n, d), u) / n            n = the Euclidean norm of x; biclip_l2(0) = 0
     l2clip(x; u)        = biclip_l2(x; u, 0)
 
-All of them are made of torch operations, so autograd, `torch.compile`, `vmap` and DTensor apply to them.
+All of them consist of torch operations, so autograd, `torch.compile`, `vmap` and DTensor work with them.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def real_parts(x: Tensor) -> Tensor:
 
 
 def check_thresholds(u: Number, d: Number, dead_zone: Number = 0.0) -> None:
-    """0 <= d <= u <= inf and 0 <= dead_zone <= u, or a ValueError that says which value and what to do."""
+    """0 <= d <= u <= inf and 0 <= dead_zone <= u, or a ValueError with the value and the remedy."""
     tracing = torch.compiler.is_compiling()
     for name, value in (("u", u), ("d", d), ("dead_zone", dead_zone)):
         check_kind(name, value)
@@ -167,7 +167,7 @@ def threshold_order(low: Number, high: Number) -> Tensor:
 
 
 def is_transformed(value: Number) -> bool:
-    """Inside vmap or grad: there a tensor's values cannot be asked for."""
+    """Whether a value belongs to vmap or grad, inside which a tensor's values cannot be read."""
     if not isinstance(value, Tensor) or torch.compiler.is_compiling():
         return False
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
@@ -178,7 +178,7 @@ def clip_coordinates(x: Tensor, u: Number, d: Number, dead_zone: Number) -> Tens
     u, d, dead_zone = (t.to(x.dtype) if isinstance(t, Tensor) else t for t in (u, d, dead_zone))
     fixed = x.detach()
     a, sign = fixed.abs(), fixed.sign()
-    # Whatever does not pass through: 0, d or u with the sign of x. NaN stays, but carries no derivative.
+    # The result where x does not pass through: 0, d or u with the sign of x. NaN stays, but carries no derivative.
     edge = torch.where(a >= u, sign * u, torch.where(a <= d, sign * d, fixed))
     edge = torch.where(a <= dead_zone, torch.zeros_like(fixed), edge)
     inside = (a > d) & (a > dead_zone) & (a < u)
@@ -189,7 +189,10 @@ def clip_coordinates(x: Tensor, u: Number, d: Number, dead_zone: Number) -> Tens
 
 
 def _rescale(x: Tensor, u: Number, d: Number) -> Tensor:
-    """`biclip_l2` of a dense real tensor in the type of the arithmetic, thresholds unchecked."""
+    """`biclip_l2` of a dense real tensor in the type of the arithmetic, thresholds unchecked.
+
+    Not `norms.scaling_in_torch`, which takes norms in float64: here derivatives and results stay in the type of x.
+    """
     if x.numel() == 0:
         return x.clone()
     # n = m * r with r in [1, sqrt(numel)]: neither of them can leave the range of the type.

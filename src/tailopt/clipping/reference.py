@@ -18,7 +18,7 @@ from tailopt.clipping.operators import Number, arithmetic, clip_coordinates
 
 
 class ClipByValue(NamedTuple):
-    """Clip each coordinate: the magnitude into [d, u], the sign kept, nothing at or below dead_zone moved."""
+    """Clip each coordinate: the magnitude into [d, u], with its sign; what is at or below dead_zone becomes 0."""
 
     u: Number
     d: Number
@@ -80,7 +80,7 @@ def rounded(value: Number, dtype: torch.dtype) -> Tensor:
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a * b + c with one rounding.
 
-    fp32: the product is exact in fp64; the sum is rounded to odd there (the last bit says whether anything was lost),
+    fp32: the product is exact in fp64; the sum is rounded to odd there (its last bit tells whether anything was lost),
     so that the second rounding, to fp32, is the only one that counts. fp64: torch's own fused operation, which is
     fused only where the processor can do it.
     """

@@ -1,9 +1,9 @@
-"""What one step finds out about its tensors and the next one can use: the step cache.
+"""The step cache: what one step finds out about its tensors and the next one can use.
 
 A step over many small tensors costs mostly questions: is every tensor on the CPU, contiguous, of a type the C kernel
-takes, and where is it? Whoever steps on the same parameters again and again (an optimizer, an engine) owns one
-`StepCache` and passes it to every step. A cache is always safe to pass: whatever differs from the last step is found
-out again. It holds numbers and addresses, never a tensor, so it keeps no memory alive.
+takes, and where is it? An optimizer or an engine that steps on the same parameters many times owns one `StepCache` and
+passes it to every step. A cache is always safe to pass: a step looks again at what differs from the last one. It holds
+numbers and addresses, never a tensor, so it keeps no memory alive.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""torch.optim shells over `tailopt.clipping`: BiClip, L2Clip, Clipped, and checkpoints by parameter name."""
+"""torch.optim classes over `tailopt.clipping`: BiClip, L2Clip, Clipped, and checkpoints by parameter name."""

@@ -120,9 +120,9 @@ class BiClip(ClippingOptimizer):
     def _steps(self, group: Group, params: Sequence[Tensor], top: Tensor | None) -> list[tuple[list[int] | None, Step]]:
         """The group's parameters by the step they take, the same objects until a setting changes."""
         tracing = torch.compiler.is_compiling()
-        kept = self._checked_groups.steps(group) if not tracing else None
-        if kept is not None:
-            return kept
+        known_steps = self._checked_groups.steps(group) if not tracing else None
+        if known_steps is not None:
+            return known_steps
         u, d, lr, weight_decay, maximize = (group[key] for key in ("u", "d", "lr", "weight_decay", "maximize"))
         steps = [
             (positions, Step(ClipByValue(u, d, zone), lr, weight_decay, maximize))

@@ -149,7 +149,7 @@ class Clipped(Optimizer):
     def _clip(self) -> list[Tensor]:
         """The clipped gradient of every parameter that has one, in order; every group is checked first."""
         for group in self.param_groups:
-            # A group lacks them where the wrapped optimizer itself was given a checkpoint without.
+            # A group lacks thresholds if a checkpoint without them was loaded into the wrapped optimizer itself.
             group.update(_checked({**self.defaults, **group}, group["params"], at_step=True))
         for p in self._gather()[0]:
             check_type(p)
@@ -187,7 +187,7 @@ class Clipped(Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the wrapped optimizer; what is refused leaves it as it was."""
+        """Load into the wrapped optimizer; an error leaves it as it was."""
         state_dict = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
@@ -211,7 +211,7 @@ class Clipped(Optimizer):
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse what cannot be wrapped, by name."""
+    """Raise for an optimizer that cannot be wrapped."""
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
             f"Invalid optimizer: got {optimizer!r}; need an instance of torch.optim.Optimizer. "
@@ -221,8 +221,8 @@ def _check_optimizer(optimizer: Optimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"Invalid optimizer: got {name}, whose step needs a closure; need one that steps on gradients it is given. "
-            "What a closure computes inside its step would reach it unclipped."
+            f"Invalid optimizer: got {name}, whose step needs a closure; need one that steps on the gradients in "
+            "p.grad. What a closure computes inside its step would reach it unclipped."
         )
     taken = [setting for setting in SETTINGS if setting in optimizer.defaults]
     if taken:

@@ -334,7 +334,7 @@ class ClippingOptimizer(Optimizer):
         return {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
 
     def names(self) -> list[str | int]:
-        """Every parameter's name, or its position where the optimizer was given no names."""
+        """Every parameter's name, or its position if the optimizer was built without names."""
         result: list[str | int] = []
         for group in self.param_groups:
             result += group.get("param_names") or range(len(result), len(result) + len(group["params"]))

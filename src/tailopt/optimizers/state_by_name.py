@@ -79,7 +79,7 @@ def named_state_dict(
     if like is not None:
         head = _renamed(like, parameters)
         _check_groups(head, names)
-        head["state"] = _room(head["layout"], parameters)
+        head["state"] = _zeros(head["layout"], parameters)
         return head
     groups: list[dict[str, Any]] = []
     state: dict[str, dict[str, Any]] = {}
@@ -155,9 +155,9 @@ def _bare(optimizer: Optimizer) -> Optimizer:
     inner = getattr(optimizer, "optimizer", None)
     if not isinstance(inner, Optimizer):
         return optimizer
-    # One that has groups or state of its own, such as a lookahead, is no mere wrapper.
-    mere = inner.param_groups is optimizer.param_groups and inner.state is optimizer.state
-    return _bare(inner) if mere else optimizer
+    # An optimizer with groups or state beside the inner one's, such as a lookahead, is more than a wrapper.
+    only_wraps = inner.param_groups is optimizer.param_groups and inner.state is optimizer.state
+    return _bare(inner) if only_wraps else optimizer
 
 
 def _named_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -166,17 +166,17 @@ def _named_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str
     A wrapper has one child and no parameters of its own, so leaving its name out cannot make two names equal; a
     submodule that is merely called `module` beside others keeps it.
     """
-    own = [(name, p) for name, p in module._parameters.items() if p is not None]
+    parameters = [(name, p) for name, p in module._parameters.items() if p is not None]
     children = [(name, child) for name, child in module._modules.items() if child is not None]
-    for name, p in own:
+    for name, p in parameters:
         yield prefix + name, p
     for name, child in children:
-        wrapped = name in _WRAPPED and len(children) == 1 and not own
+        wrapped = name in _WRAPPED and len(children) == 1 and not parameters
         yield from _named_parameters(child, prefix if wrapped else f"{prefix}{name}.")
 
 
 def _first_names(parameters: Mapping[str, Tensor]) -> dict[Tensor, str]:
-    """One name a parameter: of a tied one the first."""
+    """One name per parameter: the first, if it is tied."""
     names: dict[Tensor, str] = {}
     for name, p in parameters.items():
         names.setdefault(p, name)
@@ -221,11 +221,11 @@ def _moved(value: Any, device: torch.device, copies: _Copies) -> Any:
 
 
 def _state_by_name(packed: Mapping[Any, dict[str, Any]], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """State entries that hold something; a mere look at `optimizer.state[p]` leaves an empty one behind."""
-    if strangers := [key for key in packed if not isinstance(key, int)]:
+    """State entries that are not empty; reading `optimizer.state[p]` is enough to create an empty one."""
+    if foreign_keys := [key for key in packed if not isinstance(key, int)]:
         raise ValueError(
-            f"The optimizer's state has keys that belong to no parameter: {_some(map(str, strangers))}. State is saved "
-            "by parameter name; save this optimizer's own state_dict() instead."
+            f"The optimizer's state has keys that belong to no parameter: {_some(map(str, foreign_keys))}. State is "
+            "saved by parameter name; save this optimizer's own state_dict() instead."
         )
     return {names[index]: dict(entry) for index, entry in packed.items() if entry}
 
@@ -241,8 +241,8 @@ def _layout(state: Mapping[str, Mapping[str, Any]]) -> _Layout:
     )
 
 
-def _room(layout: _Layout, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """Zeros for every tensor of a layout, sharded like the parameter where they have its shape."""
+def _zeros(layout: _Layout, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Zeros for every tensor of a layout, sharded like the parameter if they have its shape."""
     state: dict[str, dict[str, Any]] = {}
     for name, key, shape, dtype in layout:
         p = parameters[name]
@@ -280,22 +280,22 @@ def _renamed(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> Name
 
 
 def _check_groups(saved: NamedState, names: Sequence[Sequence[Sequence[str]]]) -> None:
-    """Refuse a checkpoint whose parameters, or whose partition of them, are not the optimizers'."""
+    """Raise for a checkpoint whose parameters, or whose partition of them, are not the optimizers'."""
     groups = [group["params"] for group in saved["groups"]]
-    there = Counter(chain.from_iterable(groups))
+    saved_names = Counter(chain.from_iterable(groups))
     live = [set(group) for groups_of_one in names for group in groups_of_one if group]
-    here = set().union(*live)
-    if absent := here - there.keys():
+    live_names = set().union(*live)
+    if absent := live_names - saved_names.keys():
         raise ValueError(
-            f"The checkpoint has no entry for {_some(absent)}; it was saved for {_some(there)}. Give the optimizers "
-            "the parameters that were saved, and add new ones with add_param_group after loading."
+            f"The checkpoint has no entry for {_some(absent)}; it was saved for {_some(saved_names)}. Give the "
+            "optimizers the parameters that were saved, and add new ones with add_param_group after loading."
         )
-    if unknown := (there.keys() | saved["state"].keys() | {name for name, *_ in saved["layout"]}) - here:
+    if unknown := (saved_names.keys() | saved["state"].keys() | {name for name, *_ in saved["layout"]}) - live_names:
         raise ValueError(
             f"The checkpoint has entries for {_some(unknown)}, which no optimizer here holds; they hold "
-            f"{_some(here)}. Pass all the optimizers that were saved together, over the same parameters."
+            f"{_some(live_names)}. Pass all the optimizers that were saved together, over the same parameters."
         )
-    if repeated := [name for name, times in there.items() if times > 1]:
+    if repeated := [name for name, times in saved_names.items() if times > 1]:
         raise ValueError(
             f"The checkpoint has more than one entry for {_some(repeated)}. Tie the parameters as they were tied "
             "when it was saved."
@@ -310,7 +310,7 @@ def _check_groups(saved: NamedState, names: Sequence[Sequence[Sequence[str]]]) -
 
 
 def _check_state(saved: NamedState) -> None:
-    """Refuse a checkpoint that lost state on its way: dcp.load reads only what its template has room for."""
+    """Raise for a checkpoint that lost state on its way: dcp.load reads only what its template has room for."""
     lost = [f"{name}.{key}" for name, key, *_ in saved["layout"] if key not in saved["state"].get(name, {})]
     if lost:
         raise ValueError(

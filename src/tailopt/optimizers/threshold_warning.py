@@ -7,9 +7,9 @@ A tensor counts as idle where d < u, at least 99.9 % of the coordinates that its
 Then every coordinate moves by lr * d whatever its gradient, and too little for the weights to change. `initial_lr` and
 `max_lr` are what torch's schedulers write into a group: a warm-up from 0 is not idle.
 
-On the CPU the steps 1, 10, 100 and every 1,000th are looked at. On a CUDA device it is steps 1 and 10, and nothing
-waits: the numbers travel to pinned memory behind an event, and a later step reads them when they have arrived. Other
-devices are not looked at. Nothing is sent between ranks: of a sharded tensor every rank sees its own part.
+On the CPU steps 1, 10, 100 and every 1,000th are checked. On a CUDA device it is steps 1 and 10, and nothing waits: the
+numbers go to pinned memory behind an event, and a later step reads them when they have arrived. Other devices are not
+checked. Nothing is sent between ranks: every rank sees its own shard.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch._compile import _disable_dynamo
 
 from tailopt.clipping.counts import add, moved_and_raised
 from tailopt.clipping.dtensor import is_dtensor
-from tailopt.clipping.kernels.kernel import Batch
+from tailopt.clipping.kernels.kernel import PLAIN_TYPES, Batch
 from tailopt.clipping.memory import is_freed
 from tailopt.clipping.operators import Number, is_transformed, real_parts
 from tailopt.clipping.reference import ClipByValue
@@ -34,9 +34,8 @@ from tailopt.native.clip import Counters
 
 SHARE = 0.999  # of the coordinates that move
 SMALL = 1e-4  # of the RMS weight
-ON_DEVICE = (1, 10)  # steps that are looked at where the numbers have to travel
+ON_DEVICE = (1, 10)  # steps that are checked if the numbers have to come from a device
 WARMED_UP = ("initial_lr", "max_lr")  # where schedulers keep the learning rate that they warm up to
-PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def warn_caller(text: str) -> None:
@@ -53,14 +52,14 @@ class Reading(NamedTuple):
     moved: float  # coordinates beyond the dead zone
     raised: float  # those of them at or below d
     weight: float  # RMS
-    reach: float  # lr * d, with the learning rate after a warm-up
+    step_size: float  # lr * d, with the learning rate after a warm-up
     apart: float  # 1 where d < u everywhere
 
     @property
     def idle(self) -> bool:
         """Whether the thresholds do nothing for this tensor; a weight of RMS 0 has no scale to compare with."""
         lifted = self.moved > 0 and self.raised >= SHARE * self.moved
-        return bool(self.apart) and lifted and 0 < self.reach < SMALL * self.weight < math.inf
+        return bool(self.apart) and lifted and 0 < self.step_size < SMALL * self.weight < math.inf
 
 
 class Queued(NamedTuple):
@@ -73,7 +72,7 @@ class Queued(NamedTuple):
 
 
 class ThresholdCheck:
-    """An optimizer's step counter, and the readings of the steps that it looks at. Not a part of its state."""
+    """An optimizer's step counter, and the readings of the steps that are checked. Not a part of its state."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -81,13 +80,13 @@ class ThresholdCheck:
         self._queued: list[Queued] = []
 
     def due(self) -> bool:
-        """Count a step, and say whether `look` has something to do in it."""
+        """Count a step; returns whether `look` has something to do in it."""
         self._steps += 1
         return self._steps == self._next or bool(self._queued)
 
     @_disable_dynamo  # a step that could not be traced as a whole runs as it is, with its parts traced
     def look(self, batches: Sequence[tuple[dict[str, Any], Batch]], names: Mapping[int, str | int]) -> None:
-        """Look at what is about to be stepped on, if it is time, and at what has arrived; warn at most once.
+        """Check the tensors of this step, if it is one of those, and readings that have arrived; warn at most once.
 
         names: of parameters, by id.
         """
@@ -98,7 +97,7 @@ class ThresholdCheck:
             batches = ()
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return  # neither a new kernel nor a question to an event may get into a graph
-        found = self._arrived()
+        readings = self._arrived()
         waiting: dict[torch.device, list[tuple[str | int, Tensor]]] = {}
         for group, batch in batches:
             rate = _learning_rate(group)
@@ -108,32 +107,32 @@ class ThresholdCheck:
                 if parts is None:
                     continue
                 if parts[0].is_cpu:
-                    found.append((step, names[id(p)], _reading(*parts, clip, rate)))
+                    readings.append((step, names[id(p)], _reading(*parts, clip, rate)))
                 elif step in ON_DEVICE:
                     waiting.setdefault(parts[0].device, []).append((names[id(p)], _row(*parts, clip, rate)))
         for device, rows in waiting.items():
             self._queue(device, rows)
-        idle = [seen for seen in found if seen[2].idle]
+        idle = [seen for seen in readings if seen[2].idle]
         if idle:
-            self._next, self._queued = 0, []  # once: where warnings are errors, the next step is not refused again
+            self._next, self._queued = 0, []  # once: if warnings are errors, the next step does not raise again
             warn_caller(_sentence(idle))
 
     def _queue(self, device: torch.device, rows: list[tuple[str | int, Tensor]]) -> None:
         with torch.cuda.device(device):
-            found = torch.stack([row for _, row in rows])
-            host = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True)
-            host.copy_(found, non_blocking=True)
+            stacked = torch.stack([row for _, row in rows])
+            host = torch.empty(stacked.shape, dtype=stacked.dtype, device="cpu", pin_memory=True)
+            host.copy_(stacked, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
         self._queued.append(Queued(self._steps, [name for name, _ in rows], arrived, host))
 
     def _arrived(self) -> list[tuple[int, str | int, Reading]]:
-        found = []
+        readings = []
         for queued in [q for q in self._queued if q.arrived.query()]:
             self._queued = [q for q in self._queued if q is not queued]
             rows = zip(queued.names, queued.rows.tolist(), strict=True)
-            found += [(queued.step, name, Reading(*row)) for name, row in rows]
-        return found
+            readings += [(queued.step, name, Reading(*row)) for name, row in rows]
+        return readings
 
 
 def _sentence(idle: Sequence[tuple[int, str | int, Reading]]) -> str:
@@ -142,8 +141,8 @@ def _sentence(idle: Sequence[tuple[int, str | int, Reading]]) -> str:
     share = first.raised / first.moved
     return (
         f"BiClip's thresholds do nothing for tensor {name!r}{others}: in step {step}, {share:.1%} of its nonzero "
-        f"gradient coordinates are at or below d and are raised to it, and the step lr*d = {first.reach:.3g} is less "
-        f"than {SMALL:g} of the RMS weight {first.weight:.3g}. Raise lr, or lower u and d to the scale of your "
+        f"gradient coordinates are at or below d and are raised to it, and the step lr*d = {first.step_size:.3g} is "
+        f"less than {SMALL:g} of the RMS weight {first.weight:.3g}. Raise lr, or lower u and d to the scale of your "
         "gradients, which opt.statistics() shows with statistics=True."
     )
 
@@ -155,7 +154,7 @@ def _visible(p: Tensor, g: Tensor, clip: ClipByValue, rate: Number) -> tuple[Ten
         if not is_dtensor(g) or g.placements != p.placements or wide:
             return None
         p, g = p.to_local(), g.to_local()
-    if type(p) not in PLAIN or type(g) not in PLAIN or is_transformed(p) or is_transformed(g):
+    if type(p) not in PLAIN_TYPES or type(g) not in PLAIN_TYPES or is_transformed(p) or is_transformed(g):
         return None
     if p.device.type not in ("cpu", "cuda") or g.device != p.device or (wide and (g.is_sparse or g.is_complex())):
         return None
@@ -180,22 +179,22 @@ def _reading(p: Tensor, g: Tensor, clip: ClipByValue, rate: Number) -> Reading:
 def _row(p: Tensor, g: Tensor, clip: ClipByValue, rate: Number) -> Tensor:
     """The same five numbers as a tensor on p's device, without waiting for it."""
     counted = torch.stack(moved_and_raised(g, clip.d, clip.dead_zone)).double()
-    return torch.cat([counted, _rms(p).double().reshape(1), _reach_and_apart(p.device, clip, rate)])
+    return torch.cat([counted, _rms(p).double().reshape(1), _step_size_and_apart(p.device, clip, rate)])
 
 
-def _reach_and_apart(device: torch.device, clip: ClipByValue, rate: Number) -> Tensor:
+def _step_size_and_apart(device: torch.device, clip: ClipByValue, rate: Number) -> Tensor:
     if not any(isinstance(t, Tensor) for t in (rate, clip.u, clip.d)):
         numbers = torch.full((2,), float(rate) * float(clip.d), dtype=torch.float64, device=device)
         numbers[1].fill_(clip.d < clip.u)
         return numbers
 
-    def there(value: Number) -> Tensor:
+    def on_device(value: Number) -> Tensor:
         if isinstance(value, Tensor) and value.device == device:
             return value.double()
         return torch.full((), float(value), dtype=torch.float64, device=device)
 
-    u, d = there(clip.u), there(clip.d)
-    return torch.stack([(there(rate) * d).amax(), (d < u).all().double()])
+    u, d = on_device(clip.u), on_device(clip.d)
+    return torch.stack([(on_device(rate) * d).amax(), (d < u).all().double()])
 
 
 def _rms(p: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""One file an update rule: its settings, its state, its step, and how far one step can move."""
+"""One file per update rule: its hyperparameters, its state, its step, and a bound on the step."""

@@ -52,7 +52,7 @@ def fresh(p: Tensor, second_moment: Tensor | None = None, step: int = 0) -> Stat
 
 
 def _step_bound(hparams: Hyperparameters) -> StepBound | None:
-    """Cauchy and Schwarz over the weights of m and v; (1 - beta1) / sqrt(1 - beta2) is no bound."""
+    """By Cauchy-Schwarz over the weights of m and v; (1 - beta1) / sqrt(1 - beta2) alone is not a bound."""
     beta1, beta2 = hparams["betas"]
     if beta1**2 >= beta2:
         return None

@@ -1,10 +1,10 @@
-"""Plain descent, with momentum if asked for, and the outer average.
+"""Plain descent, optionally with momentum, and the outer average.
 
     avg       x <- x - g                                    g = -displacement: x + displacement
     sgd       x <- x - lr * g,    or with momentum v <- momentum * v + g,  x <- x - lr * v
     nesterov  v <- momentum * v + g,  x <- x - lr * (g + momentum * v)
 
-torch.optim.SGD's operations in its order, so that its bits are ours.
+torch.optim.SGD's operations in its order, so that the bits are the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rules by the name they have in an algorithm, outside and inside, with the defaults of that place."""
+"""The rules by their name in an algorithm, with the defaults that they have as outer and as inner rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tailopt.rules.rmsprop import RMSPROP
 from tailopt.rules.rule import Rule
 from tailopt.rules.sgd import AVG, NESTEROV, SGD
 
-# The adaptive federated optimizers' betas and no bias correction: the pseudocode of nested training.
+# Outside, adam and rmsprop have the betas of adaptive federated optimizers and no bias correction, as in the paper's
+# pseudocode of nested training.
 OUTER: Mapping[str, Rule] = {
     "avg": AVG,
     "sgd": SGD,
@@ -25,7 +26,7 @@ OUTER: Mapping[str, Rule] = {
     "adam": replace(ADAM, options={"betas": (0.9, 0.99), "bias_correction": False}),
 }
 
-# Inside, adam, adamw and adagrad are torch's own.
+# Inside, adam, adamw and adagrad are torch's.
 INNER: Mapping[str, Rule] = {
     "sgd": replace(SGD, options={}),
     "l2clip": L2CLIP,

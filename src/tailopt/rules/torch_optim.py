@@ -1,7 +1,7 @@
-"""Any optimizer class of torch.optim, or made like one, as a rule.
+"""Any optimizer class of torch.optim, or a class like them, as a rule.
 
-The class is built over the given tensors for every step and gets the state of the last one back: what it keeps for a
-parameter and what it changes in its group. Nothing bounds how far it moves.
+Every step builds the class over the tensors and gives it the state of the last step back: what it keeps per parameter
+and what it changes in its group. Nothing bounds how far it moves, and it does not use the step cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tailopt.clipping.step_cache import StepCache
 from tailopt.rules.rule import Hyperparameters, Rule, States, Tensors
 
 REFUSED = {"LBFGS": "it needs a closure", "SparseAdam": "it takes sparse gradients alone"}
-GROUP = "param_group"  # where the first parameter's state keeps what the class changed in its group
+GROUP = "param_group"  # key in the first parameter's state for what the class changed in its group
 
 
 def torch_rule(kind: type[Optimizer]) -> Rule:
@@ -55,7 +55,7 @@ def _step(
     leaves = [p.detach() for p in params]  # the same memory
     for leaf, g in zip(leaves, grads, strict=True):
         leaf.grad = g.clone()  # some optimizers write into it
-    optimizer = kind(leaves, **_plain(hparams))
+    optimizer = kind(leaves, **_keyword_arguments(hparams))
     group = optimizer.param_groups[0]
     before = _settings(group)
     for leaf, state in zip(leaves, states, strict=True):
@@ -75,7 +75,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params" and not isinstance(value, Tensor)}
 
 
-def _plain(hparams: Hyperparameters) -> dict[str, Any]:
+def _keyword_arguments(hparams: Hyperparameters) -> dict[str, Any]:
     for name, value in hparams.items():
         if isinstance(value, list) or (isinstance(value, torch.Tensor) and value.numel() != 1):
             raise ValueError(f"Invalid {name}: {value}; an optimizer of torch.optim takes one number for all tensors.")

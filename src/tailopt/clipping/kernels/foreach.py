@@ -42,12 +42,12 @@ def run(batches: Sequence[Batch]) -> None:
             gs.append(g)
         for (device, dtype), (ps, gs) in kinds.items():
             step = on_device(batch.step, device, arithmetic(dtype))
-            start = held = 0
+            start = alive = 0
             for end, g in enumerate(gs, 1):
-                held += g.numel() * g.element_size()
-                if held >= FOREACH_BYTES or end == len(gs):
+                alive += g.numel() * g.element_size()
+                if alive >= FOREACH_BYTES or end == len(gs):
                     _foreach(ps[start:end], gs[start:end], step)
-                    start, held = end, 0
+                    start, alive = end, 0
 
 
 def _foreach(params: list[Tensor], grads: list[Tensor], step: Step) -> None:
@@ -58,7 +58,7 @@ def _foreach(params: list[Tensor], grads: list[Tensor], step: Step) -> None:
         clipped = torch._foreach_abs(gs)
         torch._foreach_clamp_min_(clipped, _scalar(step.clip.d, len(gs)))
         torch._foreach_clamp_max_(clipped, _scalar(step.clip.u, len(gs)))
-        # the signs a quarter of the list at a time: a second copy of all gradients would be alive otherwise
+        # signs for a quarter of the list at a time: otherwise a second copy of all gradients would be alive
         some = -(-len(gs) // 4)
         for i in range(0, len(gs), some):
             signs = torch._foreach_sign(gs[i : i + some])
