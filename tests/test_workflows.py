@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tailopt.cli.setting_values import parse_toml
 
 yaml = pytest.importorskip("yaml", reason="the docs' extra is not installed")
 
@@ -33,11 +34,7 @@ def jobs() -> list[Any]:
 
 
 def pyproject() -> dict[str, Any]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return parse_toml((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def test_actionlint() -> None:

@@ -337,7 +337,7 @@ def test_every_branch_of_the_norm(x: list, u: float, d: float, want: list, dtype
     assert got.dtype == dtype
     close(got, want, dtype)
     close(biclip_l2(x, torch.tensor(u), torch.tensor(d)), want, dtype)
-    assert not torch.signbit(got[x == 0]).any() or (x != 0).any(), "a zero vector becomes +0"
+    assert not torch.signbit(got[x == 0]).any() or (x != 0).any(), "a zero vector becomes +0"  # type: ignore[attr-defined]
     if d == 0:
         close(l2clip(x, u), want, dtype)
 

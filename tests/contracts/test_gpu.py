@@ -44,7 +44,7 @@ def nothing_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def parameters(device: str, dtype: torch.dtype) -> list[Tensor]:
+def parameters(device: str, dtype: torch.dtype) -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(s, generator=generator).to(device, dtype)) for s in SHAPES]
     for p in params:

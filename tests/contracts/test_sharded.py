@@ -57,7 +57,7 @@ def on_fsdp(name: str, kind: str, kwargs: dict[str, Any], by_layer: bool) -> dic
     for layer in (sharded[0], sharded[2]):
         fully_shard(layer, mesh=mesh())
     fully_shard(sharded, mesh=mesh())
-    local = [p.to_local().numel() for p in sharded.parameters()]
+    local = [p.to_local().numel() for p in sharded.parameters()]  # type: ignore[attr-defined]
 
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         if by_layer:
@@ -249,7 +249,7 @@ def on_nonfinite(name: str, policy: str) -> tuple[list[bool], str]:
         cls(params, lr=1.0, u=0.5, nonfinite=policy, **({"scope": "tensor"} if cls is L2Clip else {})).step()
     except Exception as error:
         said = type(error).__name__
-    return [bool(p.to_local().any()) for p in params], said
+    return [bool(p.to_local().any()) for p in params], said  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["BiClip", "L2Clip"])

@@ -59,7 +59,7 @@ def sharded(ranks: int, nodes: int) -> tuple[nn.Module, Any]:
     mesh = init_device_mesh("cpu", (nodes // ranks, ranks), mesh_dim_names=("node", "shard"))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 1), nn.Linear(1, 3))
-    return fully_shard(net, mesh=mesh["shard"]), mesh["node"]
+    return fully_shard(net, mesh=mesh["shard"]), mesh["node"]  # type: ignore[return-value]
 
 
 class Slowing(torch.optim.Adam):

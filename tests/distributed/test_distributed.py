@@ -51,7 +51,7 @@ def test_the_same_bits_as_the_simulation(name: str, case: str, trained: list[dic
             nodes=len(trained),
             rounds=nodes.ROUNDS,
             local_steps=nodes.STEPS,
-            evaluate=lambda model: by_round.append(nodes.digest(model)) or {},
+            evaluate=lambda model: by_round.append(nodes.digest(model)) or {},  # type: ignore[func-returns-value]
             progress=False,
             **nodes.CASES[case],
         )

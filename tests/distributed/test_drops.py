@@ -54,7 +54,7 @@ def simulated(case: str, **settings: Any) -> tuple[tailopt.Result, dict[str, str
             rounds=settings.pop("rounds", dropping.ROUNDS),
             local_steps=nodes.STEPS,
             drops=dropping.drops(case),
-            evaluate=lambda model: by_round.append(nodes.digest(model)) or {},
+            evaluate=lambda model: by_round.append(nodes.digest(model)) or {},  # type: ignore[func-returns-value]
             progress=False,
             **{**dropping.CASES[case], **settings},
         )
@@ -130,7 +130,7 @@ def line(on_drop: str, drops: Any, **settings: Any) -> list[float]:
         local_steps=1,
         drops=drops,
         on_drop=on_drop,
-        evaluate=lambda model: seen.append(float(model.weight)) or {},
+        evaluate=lambda model: seen.append(float(model.weight)) or {},  # type: ignore[func-returns-value]
         progress=False,
         **settings,
     )

@@ -63,7 +63,7 @@ def gradients(net: nn.Module, node: int, shard: int, t: int, step: int) -> None:
 
 
 def whole(net: nn.Module) -> list[Any]:
-    return [p.full_tensor().tolist() for p in net.parameters()]
+    return [p.full_tensor().tolist() for p in net.parameters()]  # type: ignore[attr-defined]
 
 
 def main(rank: int, store: str, out: str) -> None:
@@ -76,7 +76,7 @@ def main(rank: int, store: str, out: str) -> None:
     mesh = init_device_mesh("cpu", (NODES, RANKS), mesh_dim_names=("node", "shard"))
     node, shard = mesh.get_coordinate()
 
-    def sharded() -> nn.Module:
+    def sharded() -> Any:
         return fully_shard(model(), mesh=mesh["shard"])
 
     def train(opt: tailopt.NestedOptimizer, net: nn.Module, spoil: int = 0) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def main(rank: int, store: str, out: str) -> None:
                 opt.step()
         return {"weights": whole(net), "history": opt.history}
 
-    found: dict[str, Any] = {"shapes": [list(p.to_local().shape) for p in sharded().parameters()]}
+    found: dict[str, Any] = {"shapes": [list(p.to_local().shape) for p in sharded().parameters()]}  # type: ignore[attr-defined]
     for case, (name, settings, more) in CASES.items():
         net, algo = sharded(), tailopt.algorithm(name, **settings)
         opt = tailopt.NestedOptimizer.from_algorithm(

@@ -334,7 +334,7 @@ def test_a_torch_optimizer_with_a_schedule() -> None:
 def test_schedules_count_rounds_or_a_nodes_own_steps(per: Any) -> None:
     # gradient 1 everywhere: what a node moved is minus the sum of its learning rates
     def slope(model: nn.Module, batch: Any) -> Tensor:
-        return sum(p.sum() for p in model.parameters())
+        return sum(p.sum() for p in model.parameters())  # type: ignore[return-value]
 
     chosen = {1: [0], 2: [1], 3: [0], 4: [1]}
     result = simulate(

@@ -126,7 +126,7 @@ def test_many_steps(options: dict, scope: str, impl: str) -> None:
 def test_groups_of_every_scope_together(impl: str) -> None:
     """The global norm is over the global groups alone; each of them applies its own thresholds to it."""
     params = fresh((4, 3), (5,), (2, 2), (6,), (3,), (1,), (2,))
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"of": [0, 1], "scope": "global", "lr": 0.1, "u": 2.0, "d": 0.1},
         {"of": [2], "scope": "group", "lr": 0.2, "u": 1.0, "d": 0.0, "weight_decay": 0.1},
         {"of": [3, 4], "scope": "tensor", "lr": 0.1, "u": 1.5, "d": 1.4, "maximize": True},

@@ -816,7 +816,7 @@ def one_rank(folder: Path) -> None:
     def same_from_here(resumed: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
         train(resumed, *optimizers, steps=2)
         for p, q in zip(model.parameters(), resumed.parameters(), strict=True):
-            assert torch.equal(p.to_local(), q.to_local())
+            assert torch.equal(p.to_local(), q.to_local())  # type: ignore[attr-defined]
 
     for way in ("sharded files", "full dict of rank 0"):
         resumed = sharded(1)

@@ -62,7 +62,7 @@ class Together(Squares):
 class Noisy(Squares):
     """Random augmentation, from the global generators of torch and Python."""
 
-    def __getitem__(self, i: int) -> Tensor:
+    def __getitem__(self, i: int) -> Tensor:  # type: ignore[override]
         return torch.stack([torch.tensor(float(i)), torch.rand(()), torch.tensor(random.random())])
 
 
@@ -343,7 +343,7 @@ def test_an_iterable_dataset_begins_again_and_only_goes_on():
     assert read == [[0, 1], [2, 3], [4], [0, 1]]
     half = stream.batches(4, 3)
     assert next(half).tolist() == [2, 3]
-    half.close()
+    half.close()  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="batch 7 was asked for, the next one is 5"):
         stream.batches(7, 1)
     assert [batch.tolist() for batch in stream.batches(5, 1)] == [[4]]

@@ -77,7 +77,7 @@ def test_the_number_of_nodes_changes_no_token_of_a_step(plan: PretrainingPlan):
     problem = plan.task()
     seen = []
     for nodes in plan.counts:
-        streams = pretraining.node_data(problem.nodes(0, nodes), 0, plan.blocks // nodes)
+        streams = pretraining.node_data(problem.nodes(0, nodes), 0, plan.blocks // nodes)  # type: ignore[attr-defined]
         seen.append(sum(len(next(iter(stream.batches(0, 1)))[0]) for stream in streams))
     assert seen == [plan.blocks] * len(plan.counts)
 
