@@ -32,7 +32,7 @@ def torchrun(words: list[str], here: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example of the help text, as it stands."""
+    """The example of the help text, unchanged."""
     here = tmp_path_factory.mktemp("train")
     program, *words = shlex.split(train.EXAMPLE.replace("\\\n", " "))
     assert program == "torchrun"
