@@ -113,7 +113,7 @@ def test_a_study_runs_and_a_second_one_goes_on_with_it(
 
 def test_a_quick_study_ranks_nothing(plan: PretrainingPlan, tmp_path: Path):
     plan = replace(plan, algorithms=("diloco",))
-    out = pretraining.run_plan(tmp_path / "out", plan, progress=False, judge=False)
+    out = pretraining.run_plan(tmp_path / "out", plan, progress=False, verdicts=False)
     assert_unjudged(out)
     assert "by gap:" not in (out / "table.md").read_text(encoding="utf-8")
 

@@ -1,1 +1,1 @@
-"""Experiments that end in a table, a figure and the claims that they judge."""
+"""Experiments that end in a table, a figure and verdicts on claims of the paper."""

@@ -19,7 +19,7 @@ from tailopt.records import disk
 from tailopt.studies.comparison import COMPARISON_OPTIONS, Comparison, ComparisonPlan, TaskSpec, with_options
 from tailopt.studies.comparison_runs import compare
 from tailopt.studies.plots import look_of, save
-from tailopt.studies.protocol import Claim, decide, mean_is_no_lower
+from tailopt.studies.protocol import Claim, all_hold, decide, mean_is_no_lower
 from tailopt.studies.runner import write_results
 from tailopt.studies.study import StudyOptions, resolve_device
 from tailopt.studies.tables import methods_section, metric_table, page, seeds_text
@@ -158,9 +158,7 @@ def evaluate_claim(parts: Sequence[TaskResults]) -> Claim:
     Less than the larger standard deviation over the seeds is no difference; one seed decides nothing.
     """
     decided = [_evaluate_part(part) for part in parts]
-    verdicts = [verdict for verdict, _ in decided]
-    holds = False if False in verdicts else None if None in verdicts else True
-    return decide(11, CLAIM, holds, "; ".join(text for _, text in decided))
+    return decide(11, CLAIM, all_hold([verdict for verdict, _ in decided]), "; ".join(text for _, text in decided))
 
 
 def _evaluate_part(part: TaskResults) -> tuple[bool | None, str]:

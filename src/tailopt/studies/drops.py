@@ -109,12 +109,12 @@ def run(out: Path, options: StudyOptions) -> Path:
     if options.seeds:
         plan = replace(plan, seeds=tuple(range(options.seeds)))
     corpus = ByteCorpus.of(text(options.data), plan.nodes, plan.context, torch.device(resolve_device(options.device)))
-    return run_plan(out, plan, corpus, progress=options.progress, judge=not options.quick)
+    return run_plan(out, plan, corpus, progress=options.progress, verdicts=not options.quick)
 
 
-def run_plan(out: Path, plan: DropsPlan, corpus: ByteCorpus, *, progress: bool = False, judge: bool = True) -> Path:
-    """The study by any plan, on any text; without `judge` nothing is compared with what DiLoCo's authors report."""
-    results = summarise(plan, corpus, run_cells(out, plan, corpus, progress), judge)
+def run_plan(out: Path, plan: DropsPlan, corpus: ByteCorpus, *, progress: bool = False, verdicts: bool = True) -> Path:
+    """The study by any plan, on any text; without `verdicts` nothing is compared with what DiLoCo's authors report."""
+    results = summarise(plan, corpus, run_cells(out, plan, corpus, progress), verdicts)
     write_results(out, results.as_json(), report(results))
     figure(results, out / "drops.png")
     return out
@@ -339,7 +339,7 @@ class DropsResults:
 
 
 def summarise(
-    plan: DropsPlan, corpus: ByteCorpus, curves: Mapping[DropsCell, PerplexityCurve], judge: bool = True
+    plan: DropsPlan, corpus: ByteCorpus, curves: Mapping[DropsCell, PerplexityCurve], verdicts: bool = True
 ) -> DropsResults:
     """Perplexities, and percent above full participation by seed."""
     rows, spread = [], {}
@@ -355,7 +355,7 @@ def summarise(
     sizes = {"training_bytes": sum(map(len, corpus.nodes)), "held_out_bytes": len(corpus.held_out)}
     device = " and ".join(sorted({curve.device for curve in curves.values()}))
     text = {"digest": corpus.digest, **sizes}
-    return DropsResults(plan, tuple(rows), spread, corpus.unigram, text, device, judge)
+    return DropsResults(plan, tuple(rows), spread, corpus.unigram, text, device, verdicts)
 
 
 def report(results: DropsResults) -> str:

@@ -29,7 +29,7 @@ from tailopt.studies.failure_cells import (
 )
 from tailopt.studies.fits import slope
 from tailopt.studies.plots import save
-from tailopt.studies.protocol import Claim, claim_lines, decide
+from tailopt.studies.protocol import Claim, all_hold, claim_lines, decide
 from tailopt.studies.runner import as_json, write_results
 from tailopt.studies.study import StudyOptions
 from tailopt.studies.tables import markdown_table, with_range
@@ -45,7 +45,7 @@ JUDGED = "avg-l2clip"  # the theorem is about it; constant thresholds have a bia
 def run(out: Path, options: StudyOptions) -> Path:
     """Run what is not in `out` yet, and write table.md, results.json and failures.png there."""
     plan = QUICK if options.quick else FULL
-    results = summarise(plan, run_cells(plan, out, options.progress), judge=not options.quick)
+    results = summarise(plan, run_cells(plan, out, options.progress), verdicts=not options.quick)
     write_results(out, results.as_json(), report(results))
     figure(results, out / "failures.png")
     return out
@@ -108,8 +108,8 @@ class FailureResults:
         }
 
 
-def summarise(plan: FailuresPlan, gaps: Mapping[FailureCell, Sequence[float]], judge: bool = True) -> FailureResults:
-    """Medians, ranges, slopes and verdicts; without `judge` no verdicts."""
+def summarise(plan: FailuresPlan, gaps: Mapping[FailureCell, Sequence[float]], verdicts: bool = True) -> FailureResults:
+    """Medians, ranges and slopes, and where `verdicts` is set what they say about the claim."""
     rounds, problem = recorded_rounds(plan.rounds), plan.problem()
     promised = theory("avg-l2clip", plan.alpha).rate
     assert promised is not None
@@ -120,7 +120,7 @@ def summarise(plan: FailuresPlan, gaps: Mapping[FailureCell, Sequence[float]], j
         weights = case.weights(plan)
         bias = problem.bias(weights, case.limit(plan, weights)) if case.limit is not None else 0.0
         slopes, last = [slope_of(rounds, curve) for curve in curves], [curve[-1] for curve in curves]
-        judged = judge and name == JUDGED
+        judged = verdicts and name == JUDGED
         row = FailureRow(
             algorithm=name,
             case=case.name,
@@ -135,7 +135,7 @@ def summarise(plan: FailuresPlan, gaps: Mapping[FailureCell, Sequence[float]], j
             holds=as_claimed(last, slopes, bias, promised) if judged else None,
         )
         rows.append(row)
-    claim = evaluate_claim(rows) if judge else None
+    claim = evaluate_claim(rows) if verdicts else None
     return FailureResults(plan, claim, promised, problem.convexity(), rounds, tuple(rows))
 
 
@@ -173,8 +173,7 @@ def as_claimed(last: Sequence[float], slopes: Sequence[float], bias: float, prom
 def evaluate_claim(rows: Sequence[FailureRow]) -> Claim:
     """The claim, judged by the algorithm that the theorem is about: it holds where every case does."""
     verdicts = [row.holds for row in rows if row.algorithm == JUDGED]
-    holds = False if False in verdicts else None if None in verdicts else True
-    return decide(14, CLAIM, holds, "; ".join(_figures(rows, name) for name in ALGORITHMS))
+    return decide(14, CLAIM, all_hold(verdicts), "; ".join(_figures(rows, name) for name in ALGORITHMS))
 
 
 def _figures(rows: Sequence[FailureRow], name: str) -> str:

@@ -5,7 +5,7 @@
 
 A fixed sample of coordinates is followed through every local step of every node. Noise is what is left of a coordinate
 when its mean over the round is taken away; skewness and excess kurtosis are over all of it (a normal law has 0, 0).
-The paper's figure shows lengths, not signed coordinates, so these numbers cannot judge its claim.
+The paper's figure shows lengths, not signed coordinates, so these numbers cannot decide its claim.
 """
 
 from __future__ import annotations

@@ -120,11 +120,11 @@ def run(out: Path, options: StudyOptions) -> Path:
     plan = replace(plan, budget=options.budget or plan.budget, seeds=seeds)
     if options.quick:
         plan = replace(plan, budget=1, seeds=(0,), counts=(2, 4), rounds=2, local_steps=2)
-    return run_plan(out, plan, progress=options.progress, judge=not options.quick)
+    return run_plan(out, plan, progress=options.progress, verdicts=not options.quick)
 
 
-def run_plan(out: Path, plan: PretrainingPlan, *, progress: bool = True, judge: bool = True) -> Path:
-    """Run a plan; without `judge` the table ranks nothing."""
+def run_plan(out: Path, plan: PretrainingPlan, *, progress: bool = True, verdicts: bool = True) -> Path:
+    """Run a plan; without `verdicts` the table ranks nothing."""
     plan.check()
     if progress:
         print(cost(plan), file=sys.stderr, flush=True)
@@ -132,7 +132,7 @@ def run_plan(out: Path, plan: PretrainingPlan, *, progress: bool = True, judge: 
         settings = tuned_settings(plan, out / "trials" / plan.key(), bar)
         curves = run_cells(plan, settings, out, bar)
     results = summarise(plan, settings, curves)
-    write_results(out, results.as_json(), report(results, judge=judge))
+    write_results(out, results.as_json(), report(results, verdicts=verdicts))
     figure(results, out / "pretraining.png")
     return out
 
@@ -341,7 +341,7 @@ def summarise(
     return PretrainingResults(plan, problem.data_description, sizes, math.log(problem.unigram), settings, tuple(rows))
 
 
-def report(results: PretrainingResults, judge: bool = True) -> str:
+def report(results: PretrainingResults, verdicts: bool = True) -> str:
     """Table, settings and what they show, as Markdown."""
     plan, model = results.plan, results.model
     head, rows = ["algorithm"], []
@@ -369,7 +369,7 @@ def report(results: PretrainingResults, judge: bool = True) -> str:
         *one_sided_draws(plan.budget),
         *(f"- {name}: {settings_text(numbers, '{} = {:.3g}')}." for name, numbers in results.settings.items()),
         "",
-        *(_ranking(results) if judge else [UNJUDGED]),
+        *(_ranking(results) if verdicts else [UNJUDGED]),
     ]
     return "\n".join(lines) + "\n"
 

@@ -137,6 +137,16 @@ def decide(number: int, text: str, holds: bool | None, figures: str) -> Claim:
     return Claim(number, text, verdict, figures)
 
 
+def all_hold(verdicts: Sequence[bool | None]) -> bool | None:
+    """Whether a claim of several parts holds: it does not where one part does not, and is open where one part is.
+
+    Examples:
+        >>> all_hold([True, True]), all_hold([True, None]), all_hold([None, False])
+        (True, None, False)
+    """
+    return False if False in verdicts else None if None in verdicts else True
+
+
 def claim_lines(claims: Sequence[Claim] | None) -> list[str]:
     """Claims as lines of a report; None, as with `--quick`: the line that explains why none is judged.
 

@@ -46,7 +46,7 @@ def run(out: Path, options: StudyOptions) -> Path:
         results = replace(results, rows=tuple(replace(row, verdict="") for row in results.rows))
     else:
         results = rates(out=out, progress=options.progress)
-    write_results(out, results, report(results, judge=not options.quick))
+    write_results(out, results, report(results, verdicts=not options.quick))
     figure(results, out / "rates.png")
     return out
 
@@ -113,24 +113,24 @@ def _rate_lines(results: Rates) -> list[str]:
 # --- The page ---------------------------------------------------------------------------------------------------------
 
 
-def report(results: Rates, judge: bool = True) -> str:
-    """The table, the claims and the settings, as Markdown; without `judge` no verdicts."""
+def report(results: Rates, verdicts: bool = True) -> str:
+    """The table, the claims and the settings, as Markdown; verdicts only where `verdicts` is set."""
     first, last = results.window
     lines = [
         f"Slopes of log measure against log T over rounds {first} to {last}, {results.repetitions} repetitions. "
         "`log T`: by how much the logarithms of the bound make it flatter in this window. `late`: the slope from a "
         "third of the rounds on.",
         "",
-        *_slopes_table(results, judge),
+        *_slopes_table(results, verdicts),
     ]
     if results.thresholds:
         lines += ["", *_thresholds_table(results)]
     lines += ["", "## Claims", ""]
-    lines += [*_rate_lines(results), *(c.line() for c in evaluate_claims(results))] if judge else [UNJUDGED]
+    lines += [*_rate_lines(results), *(c.line() for c in evaluate_claims(results))] if verdicts else [UNJUDGED]
     return "\n".join([*lines, "", "## Settings", "", *_settings_lines(results)]) + "\n"
 
 
-def _slopes_table(results: Rates, judge: bool) -> list[str]:
+def _slopes_table(results: Rates, verdicts: bool) -> list[str]:
     head = ["case", "objective", "measure", "alpha", "promised", "log T", "measured", "95 % interval", "late"]
     rows = [
         [
@@ -143,11 +143,11 @@ def _slopes_table(results: Rates, judge: bool) -> list[str]:
             f"{row.slope:.3f}",
             f"{row.low:.3f} to {row.high:.3f}",
             f"{row.late:.3f} ({row.late_low:.3f} to {row.late_high:.3f})",
-            *([row.verdict] if judge else []),
+            *([row.verdict] if verdicts else []),
         ]
         for row in results.rows
     ]
-    return markdown_table([*head, *(["verdict"] if judge else [])], rows, "lllrrrrl")
+    return markdown_table([*head, *(["verdict"] if verdicts else [])], rows, "lllrrrrl")
 
 
 def _thresholds_table(results: Rates) -> list[str]:
