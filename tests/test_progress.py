@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from tailopt import progress
 from tailopt.progress import Progress, RoundProgress
 
 
@@ -14,7 +13,7 @@ from tailopt.progress import Progress, RoundProgress
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that a test sets."""
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("tailopt.progress.time.monotonic", lambda: now[0])
     return now
 
 

@@ -27,7 +27,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_has_ranges_that_give_its_settings(name: str) -> None:
     for i in range(20):
-        algorithm(name, **settings_at(draw_point(convex.SPACE.ranges(name), 0, i)))
+        algorithm(name, **settings_at(draw_point(convex_cells.SPACE.ranges(name), 0, i)))
 
 
 def test_the_study_writes_what_it_says(finished: Path) -> None:
@@ -53,7 +53,7 @@ def test_the_study_writes_what_it_says(finished: Path) -> None:
 
 def test_least_squares_is_exact_without_noise_and_huber_better_with_a_heavy_tail(finished: Path) -> None:
     references = json.loads((finished / "results.json").read_text())["references"]
-    clean, heavy = references["syntoken, no noise"], references[f"syntoken, {convex.HEAVY}"]
+    clean, heavy = references["syntoken, no noise"], references[f"syntoken, {convex_cells.HEAVY}"]
     assert max(clean["least squares"]) < 1e-5
     assert sum(heavy["Huber"]) < sum(heavy["least squares"])
 
@@ -77,7 +77,7 @@ def older_folder(finished: Path, out: Path, **more: Any) -> None:
         if "check" in cell:
             path = out / "checks" / f"{cell['check']}.json"
         else:
-            noise = {"no noise": "no-noise", convex.HEAVY: "student-t-df-1.5"}[cell["noise"]]
+            noise = {"no noise": "no-noise", convex_cells.HEAVY: "student-t-df-1.5"}[cell["noise"]]
             path = out / "cells" / f"{cell['features']}-{noise}-{cell['algorithm']}.json"
         path.write_text(json.dumps({**result, **more}))
 
@@ -93,9 +93,9 @@ def test_a_cell_of_another_length_is_not_taken(finished: Path, tmp_path: Path) -
     """Older versions did not record their plan: after a quick study the full one would have taken its cells."""
     older_folder(finished, tmp_path)
     path = tmp_path / "cells" / "syntoken-no-noise-avg-sgd.json"
-    assert convex_cells._older_cell(convex.QUICK, path) is not None
+    assert convex_cells._older_cell(convex_cells.QUICK, path) is not None
     assert convex_cells._older_cell(ConvexPlan(), path) is None
-    assert convex_cells._older_cell(replace(convex.QUICK, fresh=(0,)), path) is None
+    assert convex_cells._older_cell(replace(convex_cells.QUICK, fresh=(0,)), path) is None
     assert ConvexPlan().key() == ConvexPlan(noises=("Cauchy",)).key() != ConvexPlan(budget=3).key()
 
 
@@ -106,12 +106,12 @@ def test_claims_are_judged_by_the_figures() -> None:
     def verdicts(biclip: float) -> dict[int, str]:
         cells = {}
         for noise in convex.FIGURE_1:
-            for name in convex.HEADLINE:
+            for name in convex_cells.HEADLINE:
                 size = 1.0 if noise == "no noise" else biclip if name == "avg-biclip" else sizes[name]
                 errors = [size * s for s in (1.0, 2.0, 3.0)]
                 result = CellResult("syntoken", noise, name, {"10": HorizonResult({}, errors, [])})
                 cells[ConvexCell("syntoken", noise, name)] = result
-        plan = ConvexPlan(("syntoken",), convex.FIGURE_1, convex.HEADLINE, horizons=(10,), fresh=(0, 1, 2))
+        plan = ConvexPlan(("syntoken",), convex.FIGURE_1, convex_cells.HEADLINE, horizons=(10,), fresh=(0, 1, 2))
         results = convex.ConvexResults(plan, cells, {}, [])
         return {claim.number: claim.verdict for claim in convex.evaluate_claims(results)}
 

@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from tailopt.algorithms import algorithm
 from tailopt.rounds.participants import Sampling
 from tailopt.studies import failures
-from tailopt.studies.failure_cells import CASES, FULL, QUICK, FailureCell, FailuresPlan, common_clock, trained
+from tailopt.studies.failure_cells import (
+    CASES,
+    FULL,
+    QUICK,
+    FailureCell,
+    FailuresPlan,
+    common_clock,
+    recorded_rounds,
+    run_cells,
+    trained,
+)
 from tailopt.studies.failure_models import independent
 from tailopt.studies.runner import read_record
 from tailopt.studies.study import StudyOptions
@@ -191,7 +201,7 @@ def test_a_run_leaves_table_results_and_figure(finished):
     assert len(results["rows"]) == 15
     assert len(read_record(finished / "cells.jsonl")) == 15 * len(QUICK.seeds)
     for row in results["rows"]:
-        assert len(row["median"]) == len(results["rounds"]) == len(failures.recorded_rounds(QUICK.rounds))
+        assert len(row["median"]) == len(results["rounds"]) == len(recorded_rounds(QUICK.rounds))
         assert all(low <= mid <= high for low, mid, high in zip(row["low"], row["median"], row["high"], strict=True))
         assert f"| {row['algorithm']} | {row['weights']} | {row['case']} |" in table
     assert_unjudged(finished)
@@ -199,7 +209,7 @@ def test_a_run_leaves_table_results_and_figure(finished):
 
 
 def test_a_study_that_is_not_quick_judges(finished):
-    results = failures.summarise(QUICK, failures.run_cells(QUICK, finished, progress=False))
+    results = failures.summarise(QUICK, run_cells(QUICK, finished, progress=False))
     table = failures.report(results)
     assert f"Claim 14: {results.claim.verdict}." in table
     judged = {row["algorithm"] for row in results.as_json()["rows"] if "holds" in row}

@@ -92,21 +92,21 @@ def test_where_thresholds_are_constant_a_run_ends_at_the_computed_limit() -> Non
 def test_the_quick_study_writes_its_files(folder: Path) -> None:
     assert {p.name for p in folder.iterdir()} == {"cells.jsonl", "table.md", "results.json", "rates.png"}
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    assert [row["case"] for row in results["rows"]] == list(study.CASES)
-    assert [row["variant"] for row in results["thresholds"]] == list(study.THRESHOLDS)
+    assert [row["case"] for row in results["rows"]] == list(cells.CASES)
+    assert [row["variant"] for row in results["thresholds"]] == list(cells.THRESHOLDS)
     for row in results["rows"]:
-        assert row["promise"] == -theory(study.CASES[row["case"]].algorithm, 1.5).rate
+        assert row["promise"] == -theory(cells.CASES[row["case"]].algorithm, 1.5).rate
         assert row["low"] <= row["slope"] + 0.2 and row["low"] < row["high"]
         assert min(row["values"]) > 0 and row["rounds"][-1] == 40
     text = (folder / "table.md").read_text(encoding="utf-8")
-    assert all(f"| {name} |" in text for name in study.CASES)
+    assert all(f"| {name} |" in text for name in cells.CASES)
     assert_unjudged(folder)
     assert (folder / "rates.png").stat().st_size > 10_000
 
 
 def test_a_study_that_is_not_quick_judges(folder: Path) -> None:
     text = study.report(fits.rates(4, 40, alphas=(1.5,), out=folder, progress=False))
-    assert all(f"Rate of {name}: " in text for name in study.CASES)
+    assert all(f"Rate of {name}: " in text for name in cells.CASES)
     assert text.count("Claim 13: ") == 3 and "| late | verdict |" in text
 
 
@@ -126,7 +126,7 @@ def test_what_is_finished_is_not_run_again(folder: Path, tmp_path: Path) -> None
     marked["result"]["radius"] = 1e6  # seen again only if the cell did not run again
     copied = tmp_path / "cells.jsonl"
     copied.write_text(json.dumps(marked) + "\n" + lines[1] + lines[2][:50], encoding="utf-8")  # the third was cut off
-    found = fits.rates(4, 40, alphas=(1.5,), cases=tuple(study.CASES)[:3], panel=False, out=tmp_path, progress=False)
+    found = fits.rates(4, 40, alphas=(1.5,), cases=tuple(cells.CASES)[:3], panel=False, out=tmp_path, progress=False)
     assert found.radius == 1e6
     after = copied.read_text(encoding="utf-8").splitlines()
     assert len(after) == 3

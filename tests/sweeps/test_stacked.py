@@ -7,6 +7,7 @@ import torch
 
 import tailopt
 from tailopt.algorithms import ALGORITHMS
+from tailopt.splits.loaders import NodeData
 from tailopt.studies.convex_cells import SPACE
 from tailopt.sweeps.search import draw_point
 from tailopt.sweeps.space import settings_at
@@ -52,7 +53,7 @@ def test_the_gradient_is_that_of_the_loss(data: Batches) -> None:
     found = data.gradient(w, 2)  # the partial batch of the first pass
     for s, seed in enumerate(SEEDS):
         for i, node in enumerate(TASK.nodes(seed, NODES)):
-            part = tailopt.splits.loaders.NodeData(node, i, seed, BATCH)
+            part = NodeData(node, i, seed, BATCH)
             (batch,) = part.batches(2, 1)
             model = TASK.model(0)
             with torch.no_grad():
