@@ -53,6 +53,7 @@ def which(p: Tensor, g: Tensor, step: Step, kernel: str | None = None) -> Choice
     kernel: the one to take if it can; by default the fastest.
 
     Examples:
+        >>> from tailopt.clipping.reference import ClipByValue
         >>> p, g = torch.zeros(3), torch.ones(3)
         >>> which(p, g, Step(ClipByValue(1.0, 0.0), lr=0.1), kernel="foreach").kernel.name
         'foreach'
