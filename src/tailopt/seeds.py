@@ -24,11 +24,11 @@ def derive(seed: int, purpose: str, *numbers: int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def mixed(base: int, step: int) -> int:
+def step_seed(base: int, step: int) -> int:
     """Derive a step seed from the round seed: much cheaper than hashing each step, and just as well separated.
 
     Examples:
-        >>> mixed(5, 0), mixed(5, 1)
+        >>> step_seed(5, 0), step_seed(5, 1)
         (5, 2177342782468422682)
     """
     return (base + step * 0x9E3779B97F4A7C15) & (2**63 - 1)

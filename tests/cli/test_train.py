@@ -15,7 +15,7 @@ import torch
 
 from tailopt.cli import train
 from tailopt.cli.main import main
-from tailopt.distributed.training import recorded
+from tailopt.engines.replay import recorded_digests
 from tailopt.records import checkpoints, history
 from tailopt.records.checked_json import with_digest
 from tailopt.rounds.drops import Drops
@@ -88,7 +88,7 @@ def test_a_flipped_bit_is_named(finished: Path, capsys: pytest.CaptureFixture[st
     before, seal = path.read_bytes(), path.with_suffix(".seal.json").read_bytes()
     rows = [json.loads(line) for line in before.splitlines()]
     rows[6]["tensors"]["weight"] = "0" * 64
-    ledger = recorded(finished)
+    ledger = recorded_digests(finished)
     ledger.rewind(0)
     for row in rows:
         ledger.append(history.line(row), row["round"])

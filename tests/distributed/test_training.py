@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import tailopt
-from tailopt.distributed.training import train
+from tailopt.distributed.training import TrainingPlan, train
 from tests.distributed import forked
 
 pytest.importorskip("resource", reason="processes are forked")
@@ -32,9 +32,8 @@ def modes_of_a_run(rank: int) -> dict[str, list[bool]]:
 
     algorithm = tailopt.algorithm("avg-sgd", ilr=0.1)
     data = [TensorDataset(torch.randn(8, 2), torch.randn(8, 1))]
-    train(
-        model, algorithm, loss=loss, data=data, rounds=2, local_steps=2, batch_size=4, evaluate=evaluate, timeout=10.0
-    )
+    plan = TrainingPlan(loss=loss, data=data, rounds=2, local_steps=2, batch_size=4, evaluate=evaluate)
+    train(model, algorithm, plan, timeout=10.0)
     return {**seen, "afterwards": [module.training for module in model.modules()]}
 
 

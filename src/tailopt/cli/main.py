@@ -80,8 +80,8 @@ def in_shell(message: str) -> str:
     Only `name=True` and quoted values are replaced: a folder may be called ilr=0.1.
 
     Examples:
-        >>> in_shell('Pass resume=True to go on with it, or use aggregate="mean".')
-        'Pass --resume to go on with it, or use --aggregate mean.'
+        >>> in_shell('Pass resume=True to go on with it, or use sampling="uniform".')
+        'Pass --resume to go on with it, or use --sampling uniform.'
     """
     options = {field.name: field.name for field in dataclasses.fields(RunSettings)}
     options |= {"resume": "resume", "pretrained": "model"}

@@ -17,7 +17,7 @@ from tailopt.cli.overrides import Overrides, apply_overrides
 from tailopt.cli.schedule_syntax import SCHEDULES
 from tailopt.cli.setting_names import SECTIONS, section_keys
 from tailopt.cli.tables import format_cell
-from tailopt.distributed.training import DIGESTS
+from tailopt.engines.replay import DIGESTS
 from tailopt.engines.simulate import simulate
 from tailopt.records.folder import ENVIRONMENT, HISTORY, LOG, TIMES, Run, is_run
 from tailopt.records.identity import RUN

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
 from tailopt.cli.setting_values import check_type
+from tailopt.rounds.policy import RoundPolicy
+
+# settings of a round that simulations and real nodes are given in different forms
+PASSED_APART = {"rounds", "nodes", "local_steps", "local_epochs", "weights", "drops", "seed"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,11 @@ class RunSettings:
     statistics: bool = False
     checkpoint_every: int = 1
     keep: int = 3
+
+    def round_options(self) -> dict[str, Any]:
+        """Return the options of a round that `simulate` and `NestedOptimizer` take under the same name."""
+        shared = {field.name for field in fields(RoundPolicy)} - PASSED_APART
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name in shared}
 
     def __post_init__(self) -> None:
         """Check every value against its type; the library checks ranges."""

@@ -20,7 +20,7 @@ from tailopt.cli.tables import format_cell
 from tailopt.distributed import last_words
 from tailopt.distributed.nested_optimizer import NestedOptimizer
 from tailopt.distributed.peers import connect
-from tailopt.distributed.training import train
+from tailopt.distributed.training import TrainingPlan, train
 from tailopt.rounds.drops import Drops
 
 OPTIONS = {**RUN_OPTIONS, "--resume": False, "--timeout": True}
@@ -81,13 +81,12 @@ def trained(chosen: Configuration, folder: Path, resume: bool, timeout: float, q
     data = problem.nodes(run.seed, run.nodes)
     weights = run.weights if isinstance(run.weights, list) else None
     if run.weights == "samples":
-        weights = [float(len(own)) for own in data]
+        weights = [float(len(samples)) for samples in data]
 
-    def tell(row: dict[str, Any]) -> None:
+    def print_row(row: dict[str, Any]) -> None:
         if not quiet:
-            ends = ", ".join(
-                f"{name} {format_cell(held)}" for name, held in {"loss": row["loss"], **row["metrics"]}.items()
-            )
+            cells = {"loss": row["loss"], **row["metrics"]}
+            ends = ", ".join(f"{name} {format_cell(cell)}" for name, cell in cells.items())
             print(f"round {row['round']}/{run.rounds}  {ends}", file=sys.stderr, flush=True)
 
     def lose(optimizer: NestedOptimizer) -> None:
@@ -96,9 +95,7 @@ def trained(chosen: Configuration, folder: Path, resume: bool, timeout: float, q
             lost = {t for t in range(1, int(run.rounds or 0) + 1) if node in losing.draw(t)}
             faults.inject(optimizer, faults.Drop(lost))
 
-    train(
-        problem.model(run.seed),
-        chosen.build_algorithm(),
+    plan = TrainingPlan(
         loss=problem.loss,
         data=data,
         rounds=run.rounds,
@@ -108,21 +105,19 @@ def trained(chosen: Configuration, folder: Path, resume: bool, timeout: float, q
         seed=run.seed,
         evaluate=lambda model: problem.evaluate(model, run.seed),
         evaluate_every=run.evaluate_every,
+    )
+    train(
+        problem.model(run.seed),
+        chosen.build_algorithm(),
+        plan,
         run=folder,
-        tell=tell,
+        on_row=print_row,
+        prepare=lose,
         resume=resume,
         timeout=timeout,
         schedules=chosen.build_schedules() or None,
-        participation=run.participation,
-        participants=run.participants,
-        sampling=run.sampling,
-        projection=run.projection,
-        average=run.average,
-        guard=run.guard,
-        aggregate=run.aggregate,
-        prepare=lose,
-        on_drop=run.on_drop,
         checkpoint_every=run.checkpoint_every,
         keep=run.keep,
         describe=chosen.record(),
+        **run.round_options(),
     )

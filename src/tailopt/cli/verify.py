@@ -12,7 +12,7 @@ import torch
 from tailopt.cli.config_file import sections
 from tailopt.cli.configuration import resolve
 from tailopt.cli.overrides import Overrides
-from tailopt.distributed.training import replay
+from tailopt.engines.replay import replay
 from tailopt.records.environment import environment
 from tailopt.records.folder import Run
 
@@ -56,14 +56,7 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
         weights=None if settings.weights == "equal" else settings.weights,
         seed=settings.seed,
         schedules=chosen.build_schedules() or None,
-        participation=settings.participation,
-        participants=settings.participants,
-        sampling=settings.sampling,
-        projection=settings.projection,
-        average=settings.average,
-        guard=settings.guard,
-        aggregate=settings.aggregate,
-        on_drop=settings.on_drop,
+        **settings.round_options(),
     )
     if difference is None:
         print(f"{equal} rounds replayed: every tensor has the recorded bits")

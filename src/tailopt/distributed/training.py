@@ -1,202 +1,145 @@
-"""A run of real nodes, trained and replayed.
+"""The training loop of `tailopt train`: a task on real nodes.
 
-`train` is the training loop of a task under torchrun: the simulation's batches, seeds and steps on this node, with
-`NestedOptimizer` between the nodes. Node 0 writes a digest of every tensor after every round. `replay` simulates the
-same run on one machine and compares digests: the first difference is named by round and tensor.
+Every node takes the simulation's batches, seeds and steps, with `NestedOptimizer` between the nodes. Node 0 records a
+digest of every tensor after every round, so that `tailopt verify` can replay the run (engines/replay.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tailopt.algorithms import Algorithm
 from tailopt.distributed.nested_optimizer import NestedOptimizer
 from tailopt.engines.batches import DatasetBatches, LossFunction
 from tailopt.engines.engine import Evaluate
 from tailopt.engines.model_state import trainable
+from tailopt.engines.replay import continued_digests, recorded_digests, tensor_digests
 from tailopt.engines.sequential import seed_python_and_numpy, seed_torch
-from tailopt.engines.simulate import simulate
 from tailopt.evaluation import evaluating
 from tailopt.records import history
-from tailopt.records.folder import Run, is_run
-from tailopt.records.ledger import Ledger, chain_of
-from tailopt.records.tensor_bytes import tensor_sha256
-from tailopt.rounds.drops import DROPPED
-from tailopt.seeds import derive, mixed
-
-DIGESTS = "digests.jsonl"
+from tailopt.records.folder import is_run
+from tailopt.records.ledger import Ledger
+from tailopt.seeds import derive, step_seed
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Where a replay first differs from what was recorded."""
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan:
+    """What all nodes do.
 
-    round: int
-    tensor: str
-    recorded: str
-    replayed: str
+    Args:
+        loss: (model, batch) -> a scalar tensor.
+        data: of every node, as for `simulate`; each node reads its own.
+        rounds: in all.
+        local_steps: of a round.
+        batch_size: of a local step.
+        weights: of the nodes in the mean; None for equal ones.
+        seed: of the run.
+        evaluate: model -> metrics, on node 0, every `evaluate_every` rounds and after the last.
+    """
 
-    def __str__(self) -> str:
-        return (
-            f"round {self.round}, tensor {self.tensor}: the run had {self.recorded[:12]}, the replay has "
-            f"{self.replayed[:12]}"
-        )
-
-
-def digests(names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, str]:
-    """SHA-256 of every tensor's bytes."""
-    rows = zip(names, tensors, strict=True)
-    return {name: tensor_sha256(t) for name, t in rows}
+    loss: LossFunction
+    data: Sequence[Any]
+    rounds: int
+    local_steps: int
+    batch_size: int | None = None
+    weights: Sequence[float] | None = None
+    seed: int = 0
+    evaluate: Evaluate | None = None
+    evaluate_every: int = 1
 
 
 def train(
     model: torch.nn.Module,
     algorithm: Algorithm,
+    plan: TrainingPlan,
     *,
-    loss: LossFunction,
-    data: Sequence[Any],
-    rounds: int,
-    local_steps: int,
-    batch_size: int | None = None,
-    weights: Sequence[float] | None = None,
-    seed: int = 0,
-    evaluate: Evaluate | None = None,
-    evaluate_every: int = 1,
     prepare: Callable[[NestedOptimizer], None] = lambda optimizer: None,
     run: Path | None = None,
-    tell: Callable[[dict[str, Any]], None] = lambda row: None,
+    on_row: Callable[[dict[str, Any]], None] = lambda row: None,
     **settings: Any,
 ) -> NestedOptimizer:
     """Train on this node as the simulation would, and synchronise with the others.
 
     Args:
-        data: of every node, as for `simulate`; this one reads its own.
-        prepare: is given the optimizer before the first round; faults are injected there.
-        tell: is given every row of the history, on node 0.
+        prepare: called with the optimizer before the first round.
+        run: the run folder.
+        on_row: called with every row of the history, on node 0.
         settings: of `NestedOptimizer.from_algorithm`.
     """
-    node = dist.get_rank()
-    if len(data) != dist.get_world_size():
-        raise ValueError(f"Invalid nodes: there are data for {len(data)}, and {dist.get_world_size()} processes.")
-    source = DatasetBatches(data, local_steps, None, batch_size, seed)
-    names, params = trainable(model)
-    device = params[0].device
-    ledgers: list[Ledger] = []
-    if node == 0 and run is not None and is_run(run):
-        recorded(run).lines()  # checked before the first round rather than after it
-
-    def note(row: dict[str, Any]) -> None:
-        if node != 0:
-            return
-        if run is not None:
-            if not ledgers:  # a run that was killed may have written of rounds that are done again
-                ledgers.append(_writable(run, row["round"] - 1))
-            line = history.line({"round": row["round"], "tensors": digests(names, params)})
-            ledgers[0].append(line, row["round"])
-        if evaluate is not None and (row["round"] % evaluate_every == 0 or row["round"] == rounds):
-            with evaluating(model):
-                row["metrics"] = {str(key): float(value) for key, value in evaluate(model).items()}
-        tell(row)
-
+    node, nodes = dist.get_rank(), dist.get_world_size()
+    if len(plan.data) != nodes:
+        raise ValueError(f"Invalid nodes: there are data for {len(plan.data)}, and {nodes} processes.")
     if not model.training:  # otherwise the modes are the user's, as in the simulation: a frozen BatchNorm stays frozen
         model.train()
+    loggers = [_RoundLogger(model, plan, run, on_row)] if node == 0 else []
     opt = NestedOptimizer.from_algorithm(
         model,
         algorithm,
-        local_steps=local_steps,
-        rounds=rounds,
-        seed=seed,
-        weight=1.0 if weights is None else float(weights[node]),
+        local_steps=plan.local_steps,
+        rounds=plan.rounds,
+        seed=plan.seed,
+        weight=1.0 if plan.weights is None else float(plan.weights[node]),
         run=run,
-        loggers=[note],
+        loggers=loggers,
         **settings,
     )
     prepare(opt)
+    source = DatasetBatches(plan.data, plan.local_steps, None, plan.batch_size, plan.seed)
     while not opt.finished:
-        t, taken = opt.node.round + 1, opt.taken
-        base = derive(seed, "model", t, node)
-        seed_python_and_numpy(base)
-        losses = []
-        for step, batch in enumerate(_given(source, node, t, taken, local_steps)):
-            seed_torch(mixed(base, step), device)
-            opt.zero_grad()
-            found = loss(model, batch)
-            found.backward()
-            losses.append(found.item())
-            if step == local_steps - 1:
-                opt.report(sum(losses) / len(losses))
-            opt.step()
+        _local_round(opt, model, plan, source)
     return opt
 
 
-def _given(source: DatasetBatches, node: int, t: int, taken: int, steps: int) -> Iterator[Any]:
-    """Batch by batch: the caller seeds between them, as the simulation does."""
-    batches = source.batches(node, t, taken, steps)
-    for _ in range(steps):
-        yield next(batches)
+def _local_round(opt: NestedOptimizer, model: torch.nn.Module, plan: TrainingPlan, source: DatasetBatches) -> None:
+    """Take the local steps of a round with the seeds of the simulation."""
+    node, t = dist.get_rank(), opt.node.round + 1
+    seed = derive(plan.seed, "model", t, node)
+    seed_python_and_numpy(seed)
+    batches = source.batches(node, t, opt.taken, plan.local_steps)
+    losses = []
+    for step in range(plan.local_steps):
+        seed_torch(step_seed(seed, step), opt.node.device)  # before the batch is drawn, as in the simulation
+        batch = next(batches)
+        opt.zero_grad()
+        loss = plan.loss(model, batch)
+        loss.backward()
+        losses.append(loss.item())
+        if step == plan.local_steps - 1:
+            opt.report(sum(losses) / len(losses))
+        opt.step()
 
 
-def recorded(folder: Path) -> Ledger:
-    """The digests of a run, checked when they are read; not where they are from before there were seals."""
-    path, known = folder / DIGESTS, Run.open(folder).identity
-    found = Ledger(path, None if known is None else known.id)
-    unsealed = not found.seal.exists() and (known is None or known.since is not None or not path.exists())
-    return Ledger(path, None) if unsealed else found
+class _RoundLogger:
+    """Records digests and evaluates, on node 0, at the end of every round."""
 
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        plan: TrainingPlan,
+        run: Path | None,
+        on_row: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._model, self._plan, self._run, self._on_row = model, plan, run, on_row
+        self._names, self._params = trainable(model)
+        self._digests: Ledger | None = None
+        if run is not None and is_run(run):
+            recorded_digests(run).lines()  # checked before the first round rather than after it
 
-def _writable(folder: Path, round: int) -> Ledger:
-    """The digests up to a round, to be gone on with."""
-    before = recorded(folder)
-    history.drop_torn_line(before.path)
-    before.rewind(round)
-    known = Run.open(folder).identity
-    assert known is not None  # this process writes there
-    rows = chain_of(before.path, before.lines())
-    found = Ledger(before.path, known.id, rows)
-    found.rewind(round, rows)  # writes the seal where there was none
-    return found
-
-
-def replay(
-    folder: Path, model: torch.nn.Module, algorithm: Algorithm, **settings: Any
-) -> tuple[int, Difference | None]:
-    """Simulate a recorded run and compare: the rounds that are equal, and the first difference.
-
-    Args:
-        settings: of `simulate`, those of the run.
-    """
-    if not (folder / DIGESTS).is_file():
-        raise FileNotFoundError(f"{folder} has no {DIGESTS}: it is not a run of `tailopt train`.")
-    run: dict[int, Mapping[str, str]] = {row["round"]: row["tensors"] for row in recorded(folder).read()}
-    names, _ = trainable(model)
-    found: list[tuple[int, Difference | None]] = []
-
-    def compare(net: torch.nn.Module) -> dict[str, float]:
-        t = len(found) + 1
-        seen = digests(names, trainable(net)[1])
-        wrong = [name for name in names if run.get(t, {}).get(name) != seen[name]]
-        first = Difference(t, wrong[0], run.get(t, {}).get(wrong[0], "nothing"), seen[wrong[0]]) if wrong else None
-        found.append((t, first))
-        return {}
-
-    lost = {
-        row["round"]: [e["node"] for e in row["excluded"] if e["reason"] == DROPPED]
-        for row in Run.open(folder).history()
-    }
-    if any(lost.values()):  # why it was lost nobody can repeat; that it was, the history says
-        settings["drops"] = lambda t, source: lost.get(t, ())
-    rounds = max(run, default=0)
-    if not rounds:
-        raise ValueError(f"{folder} has no finished round to replay.")
-    simulate(model, algorithm, rounds=rounds, evaluate=compare, progress=False, **settings)
-    for t, difference in found:
-        if difference is not None:
-            return t - 1, difference
-    return rounds, None
+    def __call__(self, row: dict[str, Any]) -> None:
+        """Take one row of the history; metrics are added to it."""
+        t, plan = row["round"], self._plan
+        if self._run is not None:
+            if self._digests is None:
+                self._digests = continued_digests(self._run, t - 1)
+            digests = tensor_digests(self._names, self._params)
+            self._digests.append(history.line({"round": t, "tensors": digests}), t)
+        if plan.evaluate is not None and (t % plan.evaluate_every == 0 or t == plan.rounds):
+            with evaluating(self._model):
+                row["metrics"] = {str(key): float(value) for key, value in plan.evaluate(self._model).items()}
+        self._on_row(row)

@@ -31,7 +31,7 @@ from tailopt.rounds.participants import Participants
 from tailopt.rounds.round import Contribution, GlobalState, LocalState, RoundResult
 from tailopt.rules.adam import fresh
 from tailopt.rules.rule import Hyperparameters, State, per_param
-from tailopt.seeds import derive, mixed
+from tailopt.seeds import derive, step_seed
 
 PRECISIONS = {None: None, "fp32": None, "bf16": torch.bfloat16}
 
@@ -141,7 +141,7 @@ class Sequential:
         batches = self._training.batches.batches(node, t, steps_done, steps)
         losses = []
         for step in range(steps):
-            seed_torch(mixed(seed, step), self._device)
+            seed_torch(step_seed(seed, step), self._device)
             try:
                 batch = next(batches)
                 if self._training.resumable and self._pending_probe.get("round") != t:
@@ -244,7 +244,7 @@ class Sequential:
         node, t, steps_done = (self.repeatability_probe[key] for key in ("node", "round", "taken"))
         seed = derive(self._seed, "model", t, node)
         seed_python_and_numpy(seed)
-        seed_torch(mixed(seed, 0), self._device)
+        seed_torch(step_seed(seed, 0), self._device)
         batch = next(iter(self._training.batches.batches(node, t, steps_done, 1)))
         if batch_digest(batch) != self.repeatability_probe["digest"]:
             raise ValueError(
