@@ -38,9 +38,10 @@ from cpu_step import TOLERANCE, gpt2_shapes, machine, put
 from torch import Tensor
 
 from tailopt.distributed import flat_kernels
+from tailopt.distributed.gloo import GlooTransport
+from tailopt.distributed.interfaces import run as blocking
 from tailopt.distributed.node import Node
 from tailopt.distributed.terms import Statement, Terms
-from tailopt.distributed.transport import Transport
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.hyperparameters import outer_hyperparameters
 from tailopt.rounds.participants import Sampling
@@ -67,7 +68,7 @@ MOVED = 1e-3  # the most that a coordinate moves in a round: the bound for the g
 
 def competitors(size: str) -> tuple[dict[str, Callable[[], None]], Callable[[], None]]:
     """The competitors, and a function that moves the weights before a round."""
-    transport = Transport.of()
+    transport = GlooTransport.of()
     source = torch.Generator().manual_seed(transport.node)
     params = [torch.randn(shape, generator=source) for shape in SHAPES[size]]
     noise = [torch.rand(shape, generator=source).sub_(0.5).mul_(MOVED) for shape in SHAPES[size]]
@@ -82,9 +83,10 @@ def competitors(size: str) -> tuple[dict[str, Callable[[], None]], Callable[[], 
     flat = torch.zeros(part.layout.total)
 
     def alone() -> None:
-        part.transport.exchange([part.delta[part.layout.partition(k)] for k in range(transport.nodes)], part.received)
+        outgoing = [part.delta[part.layout.partition(k)] for k in range(transport.nodes)]
+        blocking(part.transport.exchange(outgoing, part.received))
         flat_kernels.mean(part.received, list(who.shares.values()), 1.0)
-        part.share(node.x)
+        blocking(part.share(node.x))
 
     def whole() -> None:
         report = node.close_round(who, said, terms, outer, policy)

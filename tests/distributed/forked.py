@@ -173,7 +173,7 @@ def _serve() -> dict[str, Any]:
 def _node(job: dict[str, Any]) -> None:
     import torch
 
-    from tailopt.distributed.peers import connect
+    from tailopt.distributed.rendezvous import connect
 
     torch.set_num_threads(1)
     module, _, name = job["function"].partition(":")

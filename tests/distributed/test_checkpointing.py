@@ -394,7 +394,7 @@ def test_nodes_of_several_ranks_killed_and_resumed(case: str, server: Server, tm
 
     other = server.go(tmp_path / "out", case, run=str(run), nodes=2, ranks=1, settings={"rounds": 9})
     assert other is not None
-    assert all("written by nodes of 2 ranks, and there are 1 rank a node now" in a["error"] for a in other), other
+    assert all("written by nodes of 2 ranks, and there are 1 rank per node now" in a["error"] for a in other), other
 
 
 @pytest.mark.parametrize("damaged", ["global-00001-of-00003.safetensors", "node-0002.safetensors", "manifest.json"])

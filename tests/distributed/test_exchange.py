@@ -17,10 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailopt.distributed.exchange import Exchange
+from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.header import Damaged, Header
+from tailopt.distributed.interfaces import run
 from tailopt.distributed.layout import ALIGNMENT, Layout
 from tailopt.distributed.terms import Statement, Terms
-from tailopt.distributed.transport import Transport
 from tailopt.rounds.block_norm import BLOCK
 from tailopt.rounds.participants import Sampling
 
@@ -43,21 +44,26 @@ def test_every_element_belongs_to_one_node(sizes: list[int], nodes: int) -> None
             offset = layout.offsets[segment.tensor]
             assert (segment.start - offset) % BLOCK == 0  # norms are summed over whole blocks
             seen[segment.start : segment.stop] += 1
+        for gap in layout.padding(node):
+            assert not bool(seen[gap].any())
+            seen[gap] -= 1
+    assert int((seen == 0).sum()) == 0  # every element is in a segment or is padding
+    seen.clamp_(min=0)
     parts = layout.views(seen, [torch.Size([size]) for size in sizes])
     assert all(bool((part == 1).all()) for part in parts)
     assert int(seen.sum()) == sum(sizes)  # padding belongs to nobody
 
 
-class Altered(Transport):
+class Altered(GlooTransport):
     """Alone, with a header that comes back as another."""
 
     change: dict[str, Any] = {}
 
-    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+    async def gather(self, mine: torch.Tensor) -> torch.Tensor:
         return mine.unsqueeze(0)
 
-    def exchange_with_header(self, head: Header, outgoing: Any = (), incoming: Any = ()) -> list[Header]:
-        return [head._replace(**self.change)]
+    async def exchange_with_header(self, header: Header, outgoing: Any = (), incoming: Any = ()) -> list[Header]:
+        return [header._replace(**self.change)]
 
 
 @pytest.mark.parametrize(
@@ -79,25 +85,25 @@ def test_headers_that_end_a_run(change: dict[str, Any], said: str | None) -> Non
     who = Sampling((1.0,), 1, "uniform", 0).draw(1)
     transport.change = change
     if said is None or said == "dropped":
-        report, _ = exchange.close(1, who, x, {}, {}, Statement(1), Terms())
+        report, _ = run(exchange.close(1, who, x, {}, {}, Statement(1), Terms()))
         assert [e.reason for e in report.settlement.excluded] == ([said] if said else [])
     else:
         with pytest.raises(Damaged, match=said):
-            exchange.close(1, who, x, {}, {}, Statement(1), Terms())
+            run(exchange.close(1, who, x, {}, {}, Statement(1), Terms()))
 
 
 def main(rank: int, store: str, out: str) -> None:
     """A node; one of them has another model, one comes late."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NODES)
-    transport = Transport.of(timeout=10.0)
+    transport = GlooTransport.of(timeout=10.0)
     shape = torch.Size([40 if rank == ODD else 30])
     exchange = Exchange(transport, ["w"], [shape], [torch.float32])
     exchange.measure_displacement([torch.ones(shape)], torch.zeros(exchange.layout.total))
     who = Sampling((1.0,) * NODES, NODES, "uniform", 0).draw(1)
     time.sleep(1.5 if rank == LATE else 0.0)
     try:
-        exchange.close(1, who, torch.zeros(exchange.layout.total), {}, {}, Statement(1), Terms())
+        run(exchange.close(1, who, torch.zeros(exchange.layout.total), {}, {}, Statement(1), Terms()))
         said = "nothing"
     except Damaged as error:
         said = str(error)

@@ -77,7 +77,7 @@ def test_the_last_thing_a_node_prints_is_who_is_gone_and_how_to_go_on(
 SCRIPT = """
 import sys
 from tests.distributed.test_last_words import endless
-from tailopt.distributed.peers import connect
+from tailopt.distributed.rendezvous import connect
 import torch, torch.distributed as dist
 torch.set_num_threads(1)
 connect(30.0)
@@ -175,8 +175,9 @@ def test_children_of_a_node_end_when_they_are_told_to_and_the_node_goes_on(serve
 OTHERS = """
 import asyncio, os, signal, sys, time
 from tailopt.distributed.last_words import on_sigterm
+from tailopt.distributed.threads import start_daemon
 
-on_sigterm(lambda: "last words")
+on_sigterm(lambda: "last words", lambda target, *args: start_daemon(target, "sigterm", *args))
 if sys.argv[1] == "own":
     signal.signal(signal.SIGTERM, lambda *_: print("saved", flush=True))
 if sys.argv[1] == "asyncio":

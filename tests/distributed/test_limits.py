@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tailopt
-from tailopt.distributed.transport import Transport
+from tailopt.distributed.gloo import GlooTransport
 from tests.distributed import forked
 
 pytest.importorskip("resource", reason="processes are forked")
@@ -37,17 +36,17 @@ class Diverging(torch.optim.SGD):
         return found
 
 
-class Garbled(Transport):
+class Garbled(GlooTransport):
     """Sends verdicts that mean nothing, about node 0 in round 2."""
 
     row: list[float] = []
     opt: Any = None
 
-    def gather(self, mine: Tensor) -> Tensor:
+    async def gather(self, mine: Tensor) -> Tensor:
         if mine.shape == (self.nodes, 4) and self.opt.node.round == 1:
             mine = mine.clone()
             mine[0] = torch.tensor(self.row, dtype=mine.dtype)
-        return super().gather(mine)
+        return await super().gather(mine)
 
 
 def trained(
@@ -73,9 +72,7 @@ def trained(
         )
         if verdict is not None and rank == 2:
             transport = opt.node.exchange.transport
-            opt.node.exchange.transport = garbled = Garbled(
-                **{f.name: getattr(transport, f.name) for f in fields(transport)}
-            )
+            opt.node.exchange.transport = garbled = Garbled.replacing(transport)
             garbled.row, garbled.opt = verdict, opt
         for group in opt.param_groups:
             group["lr"] = lrs[rank]  # as a scheduler that follows the local loss may set it

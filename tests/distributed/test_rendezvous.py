@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tailopt.distributed.peers import connect
-from tailopt.distributed.rendezvous import address_of
+from tailopt.distributed.rendezvous import address_of, connect
 from tests.distributed import forked
 
 pytest.importorskip("resource", reason="processes are forked")

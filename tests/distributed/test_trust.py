@@ -17,7 +17,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[2]
 NODE = """
 import time, torch, tailopt
-from tailopt.distributed.peers import connect
+from tailopt.distributed.rendezvous import connect
 
 torch.set_num_threads(1)
 connect(timeout=30)
@@ -59,7 +59,7 @@ def test_a_stranger_at_the_port_of_the_store_can_end_the_run() -> None:
                 continue
         assert len(signs) == 2 and stranger is not None
         key = re.sub(r"tailopt/[\d-]+/(\d+)/sign/\d$", r"tailopt/\1/verdict", signs[0])
-        stranger.set(key, json.dumps({"node": 1, "round": 7, "reason": "a stranger says so"}))
+        stranger.set(key, json.dumps({"nodes": [1], "round": 7, "reason": "a stranger says so"}))
         said = [node.communicate(timeout=60)[1] for node in nodes]
         assert all(node.returncode != 0 for node in nodes)
         assert any("a stranger says so" in text for text in said)  # node 0 may take the store away before node 1 looks

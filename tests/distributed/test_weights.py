@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 import tailopt
 from tailopt import faults
-from tailopt.distributed.transport import Transport
+from tailopt.distributed.gloo import GlooTransport
 from tailopt.records import checkpoints
 from tests.distributed import forked
 
@@ -24,18 +23,18 @@ HERE = "tests.distributed.test_weights"
 NODES, ROUNDS, STEPS = 3, 6, 2
 
 
-class Flipping(Transport):
+class Flipping(GlooTransport):
     """Flips a bit of the weights that this node sends to another one, or of its own after it sent them."""
 
     opt: tailopt.NestedOptimizer
     flips: dict[int, int] = {}  # round -> receiver
 
-    def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+    async def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         again = not all(t.numel() for t in outgoing)  # to the nodes that loaded others
         receiver = None if again else self.flips.pop(self.opt.node.round + 1, None)
         if receiver is not None and receiver != self.node:
             outgoing = [flipped(t.clone()) if k == receiver else t for k, t in enumerate(outgoing)]
-        super().exchange(outgoing, incoming)
+        await super().exchange(outgoing, incoming)
         if receiver == self.node:
             flipped(outgoing[self.node - 1])  # the node's own memory, after it was sent
 
@@ -72,9 +71,7 @@ def trained(
         )
         if rank == owner and flips:
             transport = opt.node.exchange.transport
-            opt.node.exchange.transport = faulty = Flipping(
-                **{f.name: getattr(transport, f.name) for f in fields(transport)}
-            )
+            opt.node.exchange.transport = faulty = Flipping.replacing(transport)
             faulty.opt, faulty.flips = opt, {int(t): receiver for t, receiver in flips.items()}
         if not_a_number is not None and rank == 2:
             faults.inject(opt, faults.NotANumber({not_a_number}))
@@ -217,7 +214,7 @@ def test_local_steps_from_other_weights_are_left_out_after_a_checkpoint_in_their
 
 
 def test_the_second_moment_that_travels_is_compared_too(server: forked.Server) -> None:
-    """adam2 sends it after the weights: the second swap of a round."""
+    """adam2 sends it after the weights: the second exchange of a round."""
     value = agreed(server.run(f"{HERE}:moment_flipped", NODES))
     clean = agreed(server.run(f"{HERE}:trained", NODES, algorithm="adam2"))
     assert value["digest"] == clean["digest"] and value["moment"] == clean["moment"]
@@ -228,12 +225,12 @@ class FlippingMoment(Flipping):
 
     seen = 0
 
-    def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+    async def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         if self.opt.node.round + 1 == 3:
             self.seen += 1
             if self.seen == 2:
                 outgoing = [flipped(t.clone()) if k == 2 else t for k, t in enumerate(outgoing)]
-        Transport.exchange(self, outgoing, incoming)
+        await GlooTransport.exchange(self, outgoing, incoming)
 
 
 def moment_flipped(rank: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from torch import nn
 
 import tailopt
 from tailopt import faults
-from tailopt.distributed.peers import connect
+from tailopt.distributed.rendezvous import connect
 from tailopt.records import checkpoints
 from tailopt.seeds import generator
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import tailopt
-from tailopt.distributed.transport import Transport
+from tailopt.distributed.gloo import GlooTransport
 from tailopt.records import checkpoints, disk
 from tests.distributed import forked
 
@@ -67,17 +67,17 @@ class Counter:
 def trained(rank: int, run: str, strike: list[Any] | None = None) -> dict[str, Any]:
     """Train to the end, or to the strike."""
     counter = Counter(Strike(*strike) if strike is not None and strike[0] == rank else None)
-    watched, sync = Transport._watched, disk.sync
+    deliver, sync = GlooTransport.deliver, disk.sync
 
-    def message(transport: Transport, traffic: Any) -> None:
+    async def message(transport: GlooTransport, receives: Any, sends: Any) -> None:
         counter("message")
-        watched(transport, traffic)
+        await deliver(transport, receives, sends)
 
     def file(path: Path) -> None:
         counter("file")
         sync(path)
 
-    Transport._watched, disk.sync = message, file  # type: ignore[method-assign]
+    GlooTransport.deliver, disk.sync = message, file  # type: ignore[method-assign]
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(7, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 300), nn.Tanh(), nn.Linear(300, 3))
     algorithm = tailopt.algorithm("diloco", ilr=0.01, olr=0.7, ieps=1e-4, momentum=0.9, weight_decay=0.1)

@@ -19,7 +19,7 @@ from tailopt.cli.run import files_written
 from tailopt.cli.tables import format_cell
 from tailopt.distributed import last_words
 from tailopt.distributed.nested_optimizer import NestedOptimizer
-from tailopt.distributed.peers import connect
+from tailopt.distributed.rendezvous import connect
 from tailopt.distributed.training import TrainingPlan, train
 from tailopt.rounds.drops import Drops
 

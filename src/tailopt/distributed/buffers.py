@@ -11,14 +11,14 @@ from tailopt.distributed.transport import Transport
 from tailopt.rounds.mean import BufferMean
 
 
-def gather_buffers(transport: Transport, buffers: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+async def gather_buffers(transport: Transport, buffers: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """The buffers of every node. Every node adds them up by itself."""
     by_node: list[dict[str, Tensor]] = [{} for _ in range(transport.nodes)]
     # the digest of a message is taken over real numbers
     as_real = {name: torch.view_as_real(b.resolve_conj()) if b.is_complex() else b for name, b in buffers.items()}
     for kind in dict.fromkeys(b.dtype for b in as_real.values()):  # one message per type, however many buffers
         names = [name for name, b in as_real.items() if b.dtype == kind]
-        rows = transport.gather(torch.cat([as_real[name].reshape(-1) for name in names]))
+        rows = await transport.gather(torch.cat([as_real[name].reshape(-1) for name in names]))
         for name, parts in zip(names, rows.split([as_real[name].numel() for name in names], dim=1), strict=True):
             for node, part in enumerate(parts):
                 value = part.view(as_real[name].shape)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from tailopt.clipping.dtensor import is_dtensor
 from tailopt.distributed.exchange import ALIKE
+from tailopt.distributed.interfaces import run
 from tailopt.distributed.rank_group import RankGroup
 from tailopt.distributed.shared_state import OtherNodes, merged_meta, read, shared_of
 from tailopt.records import checkpoints, collective, history
@@ -319,7 +320,7 @@ class CheckpointCoordinator:
         By headers, as at the end of a round: gloo ends a process without a message where lengths differ.
         """
         across, round = self.ranks.across, node.round
-        headers, differing = node.exchange.meet(round, step, node.x, self.guard)
+        headers, differing = run(node.exchange.meet(round, step, node.x, self.guard))
         # in the middle of a round the parameters have moved on; the end of the round excludes them
         for text in node.load_again(differing) if not step else []:
             self.warn(text)
@@ -332,8 +333,7 @@ class CheckpointCoordinator:
             error = RuntimeError(
                 f"Node {k} {activity}; node {across.node} writes a checkpoint after round {round}, step {step}. {ALIKE}"
             )
-            if across.peers is not None:  # a node that ends a round waits for this node's displacement
-                across.peers.leave(error)
+            across.leave(error)  # a node that ends a round waits for this node's displacement
             raise error
 
 

@@ -18,7 +18,6 @@ of that round, and gets the weights again before they are used for anything.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,54 +31,29 @@ from tailopt.distributed import flat_kernels, limits
 from tailopt.distributed.buffers import gather_buffers, mean_buffers
 from tailopt.distributed.flat_kernels import BufferStats, SegmentTable
 from tailopt.distributed.header import Damaged, Header, at_meeting, bound_word
+from tailopt.distributed.interfaces import run
+from tailopt.distributed.judging import Displacement, Judge, ReceivedRound
 from tailopt.distributed.layout import Layout, Segment
 from tailopt.distributed.outer_step import PendingMean, outer_step
 from tailopt.distributed.partition import Partition
 from tailopt.distributed.rank_shards import RankShards
 from tailopt.distributed.terms import ExchangeReport, Statement, Terms
 from tailopt.distributed.transport import Transport
-from tailopt.distributed.verdicts import Row, Verdict, header_verdict, unanimous, verdict_row
+from tailopt.distributed.verdicts import header_verdict, unanimous
 from tailopt.distributed.weight_sync import Pair, WeightSync, check_finite
 from tailopt.rounds.block_norm import root
-from tailopt.rounds.guard import BEYOND, SLACK, Bound, Exclusion, check_displacement, exceeded_norm
+from tailopt.rounds.guard import Exclusion
 from tailopt.rounds.mean import BufferMean
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.robust import Aggregate
 from tailopt.rounds.settle import Settlement, settle
-from tailopt.rules.rule import Hyperparameters, Rule, State, per_param
+from tailopt.rules.rule import Hyperparameters, Rule, State
 
 ALIKE = "Call checkpoint() on every node, after the same step."
 
 
 class OtherParameters(Exception):
     """The nodes do not train the same parameters any more; which node trains what is in their facts."""
-
-
-@dataclass(frozen=True)
-class _Received:
-    """What all nodes know about a round before they judge displacements.
-
-    Args:
-        t: the round.
-        participants: with their shares.
-        headers: of all nodes.
-        x: the synchronised weights, flat.
-        buffers: of every node, by name.
-        buffers_before: as the round began, the same on every node.
-        bounds: how far each participant can have moved.
-        differing: (owner, receiver) of weights that a node loaded differently.
-        terms: what the round is judged by.
-    """
-
-    t: int
-    participants: Participants
-    headers: Sequence[Header]
-    x: Tensor
-    buffers: Sequence[Mapping[str, Tensor]]
-    buffers_before: Mapping[str, Tensor]
-    bounds: limits.Limits
-    differing: Sequence[Pair]
-    terms: Terms
 
 
 @dataclass
@@ -124,6 +98,7 @@ class Exchange:
         self._weights = WeightSync(self.layout, table, here)
         sharded = self.partition.sharded
         self._ranks = None if self.shards is None else RankShards(self.shards, self.layout, sharded)
+        self._judge = Judge(self.partition, self.names, self.kinds, self._ranks)
 
     @property
     def segments(self) -> list[Segment]:
@@ -155,7 +130,7 @@ class Exchange:
         """Begin with weights from a checkpoint or from node 0, which their owners have not sent."""
         self._weights.restart(x)
 
-    def close(
+    async def close(
         self,
         t: int,
         participants: Participants,
@@ -171,12 +146,13 @@ class Exchange:
         round began. Returns the report, the same on every node, and the mean buffers. Where every contribution was
         lost, no node counts and there is no mean.
         """
-        headers = self._exchange_displacements(t, participants, statement, terms)
-        differing = self._weights.reload(self.transport, t - 1, headers, x)
-        all_buffers = gather_buffers(self.transport, buffers)
-        bounds = self._bounds(t, participants, headers, statement, terms)
-        received = _Received(t, participants, headers, x, all_buffers, buffers_before, bounds, differing, terms)
-        settlement = self._settle(received, self._verdicts(received))
+        headers = await self._exchange_displacements(t, participants, statement, terms)
+        differing = await self._weights.reload(self.transport, t - 1, headers, x)
+        all_buffers = await gather_buffers(self.transport, buffers)
+        bounds = await self._bounds(t, participants, headers, statement, terms)
+        received = ReceivedRound(t, participants, headers, x, all_buffers, buffers_before, bounds, differing, terms)
+        verdicts = await self._verdicts(received)
+        settlement = self._settle(received, verdicts, await self._lengths(received, verdicts))
         report = ExchangeReport(
             settlement,
             seconds={node: headers[node].seconds for node in participants.shares},
@@ -189,13 +165,20 @@ class Exchange:
         into = BufferMean() if terms.robust_mean is None else BufferMean.median()
         return report, mean_buffers(into, all_buffers, settlement.counted, settlement.total_share, buffers)
 
-    def _settle(self, received: _Received, verdicts: Mapping[int, Exclusion]) -> Settlement:
-        """Turn verdicts into who counts, the same on every node; a robust mean may exclude further nodes."""
+    def _settle(
+        self, received: ReceivedRound, verdicts: Mapping[int, Exclusion], lengths: Mapping[int, float]
+    ) -> Settlement:
+        """Turn verdicts into who counts, the same on every node; a robust mean may exclude further nodes.
+
+        lengths: norms of the displacements of nodes without a verdict, where the robust mean asks for them.
+        """
         shares, headers, terms = received.participants.shares, received.headers, received.terms
         excluded = [verdicts[node] for node in shares if node in verdicts]
         sound = [node for node in shares if node not in verdicts]
         if terms.robust_mean is not None and sound:
-            excluded += terms.robust_mean.outliers([[self.received[i]] for i in sound], sound, self._length)
+            by_row = {id(self.received[i]): length for i, length in lengths.items()}
+            rows = [[self.received[i]] for i in sound]
+            excluded += terms.robust_mean.outliers(rows, sound, lambda delta: by_row[id(delta[0])])
         steps = {node: _plausible_steps(headers[node].steps, terms.most_steps) for node in shares}
         losses = {node: header.loss for node, header in enumerate(headers)}
         return settle(received.t, received.participants, steps, excluded, losses)
@@ -203,13 +186,13 @@ class Exchange:
     def _begin_mean(self, settlement: Settlement, robust_mean: Aggregate | None) -> None:
         """Combine the displacements in this partition; a weighted mean is added up later, with the outer step."""
         rows, shares = [self.received[i] for i in settlement.counted], list(settlement.counted.values())
-        combine = robust_mean.combine(self._length) if robust_mean is not None else None
+        combine = robust_mean.combine(lambda delta: run(self._length(delta))) if robust_mean is not None else None
         if combine is None:
             self._mean, self._pending = rows[0], PendingMean(rows, shares, settlement.total_share)
         else:
             (self._mean,), self._pending = combine([[row] for row in rows]), None
 
-    def outer(
+    async def outer(
         self, x: Tensor, states: Sequence[State], rule: Rule, numbers: Hyperparameters, radius: float | None
     ) -> None:
         """Take the mean and the outer step on this node's partition of x, and share the new weights.
@@ -221,7 +204,7 @@ class Exchange:
             if self._pending is not None:  # the norm needs all of the mean first
                 self._pending.form(0, self._mean.numel())
                 self._pending = None
-            squares = self.norms(self._mean)
+            squares = await self.norms(self._mean)
             by_tensor = numbers.get("scope") == "tensor"
             norms["norm"] = [root([squares[s.tensor]]) for s in self.segments] if by_tensor else root(squares)
         part, partition = x[self.partition.range], self.partition
@@ -230,10 +213,10 @@ class Exchange:
             means = partition.by_tensor(self._mean)
             outer_step(rule, partition.views(x), means, states, by_segment, self._negated_mean, self._outer_cache)
         if radius is not None:
-            length = root(self.norms(part))
+            length = root(await self.norms(part))
             if length > radius:
                 part.mul_(radius / length)
-        self._weights.share_weights(self.transport, x)
+        await self._weights.share_weights(self.transport, x)
 
     def _negated_mean(self, segment: int, mean: Tensor, cut: slice) -> Tensor:
         """Minus a piece of a segment's mean; added up only now, so that the outer step finds it in the cache."""
@@ -243,23 +226,37 @@ class Exchange:
         self._pending.form(self.partition.pieces[segment][0] + cut.start, piece.numel(), negative=True)
         return piece
 
-    def share(self, flat: Tensor) -> None:
+    async def start(self, tensors: Sequence[Tensor]) -> None:
+        """Give every node the weights and buffers of node 0, before the first round."""
+        for flat in tensors:
+            if flat.numel():
+                await self._weights.broadcast_compared(self.transport, flat)
+
+    async def share(self, flat: Tensor) -> None:
         """Send this node's partition of a flat buffer to every node, and receive theirs."""
-        self._weights.share(self.transport, flat)
+        await self._weights.share(self.transport, flat)
 
-    def share_compared(self, flat: Tensor) -> None:
+    async def share_compared(self, flat: Tensor) -> None:
         """Share what no later header states: compared at once, and sent once more where it arrived differently."""
-        self._weights.share_compared(self.transport, flat)
+        await self._weights.share_compared(self.transport, flat)
 
-    def norms(self, buffer: Tensor) -> list[float]:
+    async def norms(self, buffer: Tensor) -> list[float]:
         """The sum of squares of every tensor, where each node has its partition; all nodes ask at the same time."""
-        sums = self.partition.sums_by_tensor(self.transport.gather(self.partition.block_sums(buffer)))
+        sums = self.partition.sums_by_tensor(await self.transport.gather(self.partition.block_sums(buffer)))
         return sums if self._ranks is None else self._ranks.sums(sums)
 
-    def _length(self, delta: Sequence[Tensor]) -> float:
+    async def _length(self, delta: Sequence[Tensor]) -> float:
         """The norm of a displacement of which each node has its partition."""
         (buffer,) = delta
-        return root(self.norms(buffer))
+        return root(await self.norms(buffer))
+
+    async def _lengths(self, received: ReceivedRound, verdicts: Mapping[int, Exclusion]) -> dict[int, float]:
+        """The norms of all displacements without a verdict, for a robust mean that compares nodes by them."""
+        robust_mean = received.terms.robust_mean
+        if robust_mean is None or robust_mean.name != "median-norm":
+            return {}
+        nodes = [k for k in received.participants.shares if k not in verdicts]
+        return {k: await self._length([self.received[k]]) for k in nodes}
 
     # headers
 
@@ -282,7 +279,7 @@ class Exchange:
             weights=self._weights.loaded,
         )
 
-    def _exchange_displacements(
+    async def _exchange_displacements(
         self, t: int, participants: Participants, statement: Statement, terms: Terms
     ) -> list[Header]:
         """Every node's header; this partition of all participants' displacements is in `received` then.
@@ -293,12 +290,13 @@ class Exchange:
         takes_part, nothing = here in shares, self.delta[:0]
         header = self._header(t, takes_part, shares.get(here, 0.0), statement)
         if not self._sizes_agreed:  # asked once, on its own: gloo ends a process that gets more than it expects
-            self._check_headers(t, participants, self.transport.exchange_with_header(header), terms)
+            headers = await self.transport.exchange_with_header(header)
+            self._check_headers(t, participants, headers, terms)
             self._sizes_agreed = True
         nodes = range(self.transport.nodes)
         outgoing = [self.delta[self.layout.partition(k)] if takes_part else nothing for k in nodes]
         incoming = [row if k in shares else nothing for k, row in enumerate(self.received)]
-        headers = self.transport.exchange_with_header(header, outgoing, incoming)
+        headers = await self.transport.exchange_with_header(header, outgoing, incoming)
         self._check_headers(t, participants, headers, terms)
         return headers
 
@@ -320,38 +318,38 @@ class Exchange:
         if terms.guard:
             check_finite(t - 1, headers)
 
-    def meet(self, round: int, step: int, x: Tensor, guard: bool) -> tuple[list[Header], list[Pair]]:
+    async def meet(self, round: int, step: int, x: Tensor, guard: bool) -> tuple[list[Header], list[Pair]]:
         """Meet all nodes before a checkpoint or after the last round: nodes that loaded other weights load them again.
 
         Returns the headers, and (owner, receiver) of what was loaded again; the headers alone, where the nodes are not
         at the same step.
         """
         header = at_meeting(self._header(0, False, 0.0, Statement()), round, step)
-        headers = self.transport.exchange_with_header(header)
+        headers = await self.transport.exchange_with_header(header)
         if any((header.round, header.steps) != (-1 - round, step) for header in headers):
             return headers, []
         if guard:
             check_finite(round, headers)
         began_from = self._weights.loaded
-        differing = self._weights.reload(self.transport, round, headers, x)
+        differing = await self._weights.reload(self.transport, round, headers, x)
         if step:  # local steps were taken from the other weights: the end of the round must leave them out
             self._weights.loaded = began_from
         return headers, differing
 
     # verdicts
 
-    def _bounds(
+    async def _bounds(
         self, t: int, participants: Participants, headers: Sequence[Header], statement: Statement, terms: Terms
     ) -> limits.Limits:
         """How far each participant can have moved."""
         members, gather = limits.Members(t, headers, participants.shares, terms.free), self.transport.gather
         if terms.expected is None:
-            return limits.stated(members, statement.bound, self.names, gather)
-        return limits.agreed(members, terms.expected, statement.bound, len(self.names), gather)
+            return await limits.stated(members, statement.bound, self.names, gather)
+        return await limits.agreed(members, terms.expected, statement.bound, len(self.names), gather)
 
-    def _verdicts(self, received: _Received) -> dict[int, Exclusion]:
+    async def _verdicts(self, received: ReceivedRound) -> dict[int, Exclusion]:
         """The nodes that all leave out, and why: the worst that any node saw."""
-        nodes = self.transport.nodes
+        here, nodes = self.transport.node, self.transport.nodes
         places = [*self.names, *(received.buffers[0] if received.buffers else ())]
         mine = torch.zeros(nodes, 4, dtype=torch.float64)
         senders = {receiver: owner for owner, receiver in reversed(received.differing)}
@@ -360,89 +358,22 @@ class Exchange:
             wrong_bound = node in received.bounds.wrong
             row = header_verdict(received.t, node, header, senders.get(node), wrong_bound, received.terms)
             if row is None:
-                row = self._displacement_verdict(node, received, places)
+                stats = self._stats[node] if node == here else flat_kernels.checksum_and_max(self.received[node])
+                stated = None if node == here else header.checksums[here]
+                row = self._judge.verdict(node, Displacement(self.received[node], stats, stated), received, places)
             if row is not None:
                 mine[node] = torch.tensor(row, dtype=torch.float64)
-        rows, judges = self.transport.gather(mine), list(range(nodes))
+        rows, judges = await self.transport.gather(mine), list(range(nodes))
         if self._ranks is not None:  # what one rank of a node saw, all of them act on
             ranks = self._ranks.transport
-            rows, judges = ranks.gather(rows).flatten(0, 1), judges * ranks.nodes
+            rows, judges = run(ranks.gather(rows)).flatten(0, 1), judges * ranks.nodes
         by_judge = [[tuple(about) for about in judge] for judge in rows.tolist()]
         verdicts = unanimous(received.t, list(received.participants.shares), by_judge, judges, places)
         if received.terms.guard:
-            self._judge_norms(received, verdicts)
+            await self._judge.judge_norms(self.received, self.norms, received, verdicts)
         return verdicts
-
-    def _displacement_verdict(self, node: int, received: _Received, places: Sequence[str]) -> Row | None:
-        """What this node's partition of a displacement decides."""
-        here, row = self.transport.node, self.received[node]
-        stats = self._stats[node] if node == here else flat_kernels.checksum_and_max(row)
-        if node != here and stats.checksum != received.headers[node].checksums[here]:
-            return verdict_row(Verdict.DAMAGED)
-        if not received.terms.guard:
-            return None
-        exclusion = self._judge(node, row, stats.max_abs, received)
-        if exclusion is None:
-            return None
-        verdict = Verdict.NOT_FINITE if exclusion.bound is None else Verdict.BEYOND_BOUND
-        return verdict_row(verdict, places.index(exclusion.tensor), exclusion.value, exclusion.bound or 0.0)
-
-    def _judge(self, node: int, row: Tensor, max_abs: float, received: _Received) -> Exclusion | None:
-        """The guard's verdict about a node's buffers and this partition of its displacement; norms come later."""
-        limit, buffers = received.bounds.by_node[node], received.buffers[node]
-        if _clearly_within(max_abs, limit):
-            return check_displacement(node, [], [], [], Bound(None), buffers, received.buffers_before)
-        partition = self.partition
-        names = [self.names[s.tensor] for s in partition.segments]
-        views = zip(partition.views(received.x), partition.segments, strict=True)
-        start = [part.to(self.kinds[s.tensor]) for part, s in views]
-        bound = partition.bound_by_segment(limit)
-        return check_displacement(node, partition.by_tensor(row), start, names, bound, buffers, received.buffers_before)
-
-    def _judge_norms(self, received: _Received, verdicts: dict[int, Exclusion]) -> None:
-        """Judge bounds on norms, which need all partitions: block sums are gathered, and all nodes decide alike."""
-        for node in received.participants.shares:
-            limit = received.bounds.by_node[node]
-            if limit.kind not in ("norm", "tensor norm"):
-                continue
-            # also of a node that is excluded already: all nodes must take part in the same messages
-            squares = self.norms(self.received[node])
-            whole = limit.kind == "norm"
-            lengths = [root(squares)] if whole else [root([s]) for s in squares]
-            if node in verdicts or all(length <= float(per_param(limit.a, i)) for i, length in enumerate(lengths)):
-                continue
-            tensors = self._start_of_round(received.x)
-            groups = [[piece for pieces in tensors for piece in pieces]] if whole else tensors
-            for i, (length, group) in enumerate(zip(lengths, groups, strict=True)):
-                own = limit if whole else Bound(limit.kind, per_param(limit.a, i), per_param(limit.c, i), limit.steps)
-                most = exceeded_norm(length, group, own)
-                if most is not None:
-                    name = "all tensors" if whole else self.names[i]
-                    verdicts[node] = Exclusion(node, name, length, most, BEYOND)
-                    break
-
-    def _start_of_round(self, x: Tensor) -> list[list[Tensor]]:
-        """The weights from which the round began, by tensor, in the parameters' own types: the parts of all ranks."""
-        if self._ranks is None:
-            tensors = [[view] for view in self.layout.views(x, self.shapes)]
-        else:
-            tensors = self._ranks.tensors(x)
-        return [[part.to(kind) for part in parts] for parts, kind in zip(tensors, self.kinds, strict=True)]
 
 
 def _plausible_steps(steps: int, most: float) -> int:
     """Local steps as a header states them, if they can be true; the node is left out otherwise."""
     return steps if 0 <= steps <= most else 0
-
-
-def _clearly_within(max_abs: float, limit: Bound) -> bool:
-    """Whether the largest magnitude shows that the guard would find nothing: finite, and below the least bound.
-
-    Half the slack leaves a margin for the roundings of the exact test, which reads the weights too.
-    """
-    if not max_abs < math.inf:  # NaN too
-        return False
-    if limit.kind != "coordinate":
-        return True
-    floors = limit.a if isinstance(limit.a, list) else [limit.a]
-    return not any(isinstance(a, Tensor) for a in floors) and max_abs <= min(floors) * (1 + SLACK / 2)

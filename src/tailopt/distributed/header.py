@@ -19,7 +19,7 @@ from torch import Tensor
 from tailopt.records.tensor_bytes import tensor_bytes
 from tailopt.rounds.guard import Bound
 
-PROTOCOL = 2  # of the exchange; nodes with another one cannot talk to each other
+PROTOCOL = 3  # of the exchange; nodes with another one cannot talk to each other
 
 _FLOATS = ("weight", "loss", "seconds")
 
@@ -65,17 +65,17 @@ class Header(NamedTuple):
     checksums: tuple[int, ...] = ()
     weights: tuple[int, ...] = ()
 
-    def packed(self) -> Tensor:
-        """The header as 64-bit words, the digest of the others last."""
+    def packed(self, sequence: int) -> Tensor:
+        """The header of an exchange as 64-bit words, the digest of the others last."""
         single: Any = self[: len(_WORDS)]
         words = [_bits(value) if name in _FLOATS else value for name, value in zip(_WORDS, single, strict=True)]
         words += [*self.checksums, *self.weights]
-        return torch.tensor([*words, word_of(struct.pack(f"<{len(words)}q", *words))], dtype=torch.int64)
+        return torch.tensor([*words, word_of(struct.pack(f"<{len(words)}q", *words), sequence)], dtype=torch.int64)
 
     @classmethod
-    def unpacked(cls, words: list[int], sender: int, receiver: int) -> Header:
-        """The header that was packed; `Damaged` where it is not what was sent."""
-        if word_of(struct.pack(f"<{len(words) - 1}q", *words[:-1])) != words[-1]:
+    def unpacked(cls, words: list[int], sequence: int, sender: int, receiver: int) -> Header:
+        """The header that was packed; `Damaged` where it is not what was sent in this exchange."""
+        if word_of(struct.pack(f"<{len(words) - 1}q", *words[:-1]), sequence) != words[-1]:
             raise damaged("the header", sender, receiver)
         single, rest = words[: len(_WORDS)], words[len(_WORDS) : -1]
         values: dict[str, Any] = dict(zip(_WORDS, single, strict=True))
@@ -100,14 +100,18 @@ def damaged(what: str, sender: int, receiver: int) -> Damaged:
     )
 
 
-def word_of(data: bytes | memoryview) -> int:
-    """A digest of bytes as a signed 64-bit word.
+def word_of(data: bytes | memoryview, sequence: int = 0) -> int:
+    """A digest of bytes as a signed 64-bit word, another one in every exchange.
 
     Examples:
         >>> word_of(b"a") == word_of(b"a"), word_of(b"a") == word_of(b"b")
         (True, False)
+        >>> word_of(b"a", 1) == word_of(b"a", 2)
+        False
     """
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(
+        hashlib.blake2b(data, digest_size=8, salt=sequence.to_bytes(8, "little")).digest(), "little", signed=True
+    )
 
 
 def bound_word(bound: Bound) -> int:
@@ -119,12 +123,14 @@ def bound_word(bound: Bound) -> int:
         >>> bound_word(Bound("coordinate", 0.5, 0.0, 5)) == bound_word(Bound("coordinate", 0.25, 0.0, 5))
         False
     """
-    return word_of(b"|".join([repr((bound.kind, bound.steps)).encode(), _plain(bound.a), _plain(bound.c)]))
+    return word_of(
+        b"|".join([repr((bound.kind, bound.steps)).encode(), _number_bytes(bound.a), _number_bytes(bound.c)])
+    )
 
 
-def _plain(value: Any) -> bytes:
+def _number_bytes(value: Any) -> bytes:
     if isinstance(value, list):
-        return b"[" + b",".join(map(_plain, value)) + b"]"
+        return b"[" + b",".join(map(_number_bytes, value)) + b"]"
     if isinstance(value, Tensor):
         wide = value.detach().to("cpu", torch.float64).contiguous()
         return struct.pack("<d", float(wide)) if not wide.dim() else bytes(tensor_bytes(wide))

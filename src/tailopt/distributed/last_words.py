@@ -63,10 +63,14 @@ def started_by() -> list[str]:
     return own
 
 
-def on_sigterm(words: Callable[[], str]) -> None:
-    """Print some last words when this process is told to end, and end as if nothing had been there.
+def on_sigterm(words: Callable[[], str], start_thread: Callable[..., object]) -> None:
+    """Print some last words when this process is told to end, and end as a process without a handler would.
 
     Nothing is installed where the program handles SIGTERM or wakes up by signals itself, or outside the main thread.
+
+    Args:
+        words: what to print; called in the thread.
+        start_thread: starts a thread that does not keep the process alive, from its function and arguments.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return
@@ -81,7 +85,7 @@ def on_sigterm(words: Callable[[], str]) -> None:
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_as_before)
     sockets = hears, told  # both kept by the thread: a collected socket would close the descriptor
-    threading.Thread(target=_listen, args=(*sockets, words, os.getpid()), name="tailopt sigterm", daemon=True).start()
+    start_thread(_listen, *sockets, words, os.getpid())
 
 
 _TOLD: list[socket.socket] = []

@@ -92,6 +92,12 @@ class Layout:
                 segments.append(Segment(i, start - offset, start, stop, node))
         return segments
 
+    def padding(self, node: int) -> list[slice]:
+        """The ranges of the flat buffer in a node's partition that belong to no tensor."""
+        ends = [self.cuts[node], *(s.stop for s in self.segments(node))]
+        starts = [*(s.start for s in self.segments(node)), self.cuts[node + 1]]
+        return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
     def views(self, flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
         """The tensors inside a flat buffer."""
         rows = zip(self.offsets, self.sizes, shapes, strict=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,12 +59,12 @@ class Members:
         return [node for node in self.participants if node not in self.free]
 
 
-def agreed(
+async def agreed(
     members: Members,
     expected: Callable[[int, int], Bound],
     own: Bound,
     tensors: int,
-    gather: Callable[[Tensor], Tensor],
+    gather: Callable[[Tensor], Awaitable[Tensor]],
 ) -> Limits:
     """Bounds from agreed settings.
 
@@ -85,7 +85,7 @@ def agreed(
     wrong = {node for node in bounded if headers[node].bound != words[id(by_node[node])]}
     if len({headers[node].bound for node in bounded}) > 1:
         # the last digit of a cosine may be another one on another machine: that is no other setting
-        rows = gather(torch.tensor(encoded(own, tensors), dtype=torch.float64)).tolist()
+        rows = (await gather(torch.tensor(encoded(own, tensors), dtype=torch.float64))).tolist()
         wrong = {node for node in wrong if not _close(rows[node], encoded(by_node[node], tensors))}
     if 2 * len(wrong) > len(bounded):
         # this node is the one that differs: the others exclude it, and it must not exclude the honest majority. It
@@ -99,7 +99,9 @@ def _close(stated: Sequence[float], expected: Sequence[float]) -> bool:
     return all(map(lambda a, b: a == b or math.isclose(a, b, rel_tol=1e-6), stated, expected))
 
 
-def stated(members: Members, own: Bound, names: Sequence[str], gather: Callable[[Tensor], Tensor]) -> Limits:
+async def stated(
+    members: Members, own: Bound, names: Sequence[str], gather: Callable[[Tensor], Awaitable[Tensor]]
+) -> Limits:
     """Bounds as the nodes state them.
 
     Args:
@@ -116,7 +118,7 @@ def stated(members: Members, own: Bound, names: Sequence[str], gather: Callable[
         return Limits({node: Bound(None) if node in members.free else own for node in participants}, remarks=remarks)
     if words <= {bound_word(Bound(None))}:  # nothing bounds these optimizers
         return Limits(dict.fromkeys(participants, Bound(None)), remarks=remarks)
-    rows = gather(torch.tensor(encoded(own, len(names)), dtype=torch.float64)).tolist()
+    rows = (await gather(torch.tensor(encoded(own, len(names)), dtype=torch.float64))).tolist()
     steps = {node: headers[node].steps for node in participants}
     capped, medians = cap({node: rows[node] for node in bounded}, steps)
     for node, (i, value) in _other_coefficients(rows, headers, bounded, medians).items():

@@ -23,18 +23,19 @@ from torch.optim import Optimizer
 
 from tailopt.algorithms import Algorithm
 from tailopt.arguments import check_counts, check_flags
+from tailopt.distributed.agreement import comparable, shape
 from tailopt.distributed.checkpointing import Resumed, all_excluded
 from tailopt.distributed.exchange import OtherParameters
+from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.header import PROTOCOL
+from tailopt.distributed.interfaces import run as blocking
 from tailopt.distributed.local_round import LocalRound
 from tailopt.distributed.mesh import local_tensor, node_group, rank_group
 from tailopt.distributed.node import Node
 from tailopt.distributed.node_records import NodeRecords, RecordOptions
-from tailopt.distributed.peers import comparable, shape
 from tailopt.distributed.rule_optimizer import RuleOptimizer
 from tailopt.distributed.terms import ExchangeReport, Statement, Terms
 from tailopt.distributed.trained_parameters import TrainedParameters, named_parameters
-from tailopt.distributed.transport import Transport
 from tailopt.engines.model_state import Buffers, as_real
 from tailopt.engines.simulate import algorithm_config
 from tailopt.records.run_config import storable
@@ -160,12 +161,13 @@ class NestedOptimizer(Optimizer):
         self._outer = agreed or outer_hyperparameters(outer, outer_settings or {}, names)
         group = node_group(mesh)
         rank_group(group, params)  # before anybody is asked: the ranks of a node have nothing to agree on
-        transport = Transport.of(group, timeout, stall_timeout)
+        transport = GlooTransport.of(group, timeout, stall_timeout)
         buffers = Buffers(model) if model is not None else None
         policy = replace(policy, nodes=transport.nodes)
-        if transport.peers is not None:  # before the first exchange: gloo ends the process where sizes differ
-            transport.peers.agree({**_shapes(names, params, buffers), **self._facts(policy, options)}, exact)
-        weights = transport.gather(torch.tensor([float(weight)], dtype=torch.float64)).reshape(-1).tolist()
+        self._peers = transport.peers
+        if self._peers is not None:  # before the first exchange: gloo ends the process where sizes differ
+            self._peers.agree({**_shapes(names, params, buffers), **self._facts(policy, options)}, exact)
+        weights = blocking(transport.gather(torch.tensor([float(weight)], dtype=torch.float64))).reshape(-1).tolist()
         self._policy = replace(policy, weights=tuple(weights))
         self.node = Node(transport, names, params, buffers, average)
         self._begin_run(model, options)
@@ -319,10 +321,6 @@ class NestedOptimizer(Optimizer):
     def finished(self) -> bool:
         """Whether all `rounds` are done; never, where their number was not given."""
         return self.rounds is not None and self.node.round >= self.rounds
-
-    @property
-    def _peers(self) -> Any:
-        return self.node.exchange.transport.peers
 
     @property
     def _send_preconditioner(self) -> bool | str:

@@ -10,9 +10,10 @@ from torch import Tensor
 from tailopt.clipping.dtensor import is_dtensor
 from tailopt.distributed import flat_kernels
 from tailopt.distributed.exchange import Exchange
+from tailopt.distributed.gloo import GlooTransport
+from tailopt.distributed.interfaces import run as blocking
 from tailopt.distributed.mesh import local_tensor, rank_group
 from tailopt.distributed.terms import ExchangeReport, Statement, Terms
-from tailopt.distributed.transport import Transport
 from tailopt.distributed.weight_sync import AT_FAULT, other_weights
 from tailopt.engines.model_state import Buffers, as_real
 from tailopt.rounds.drops import DROPPED
@@ -41,7 +42,7 @@ class Node:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: GlooTransport,
         names: Sequence[str],
         params: Sequence[Tensor],
         buffers: Buffers | None,
@@ -53,7 +54,7 @@ class Node:
         local = self.local_tensors()
         shapes, dtypes = [p.shape for p in local], [p.dtype for p in local]
         inside = rank_group(transport.group, self.params)
-        ranks = None if inside is None else Transport.of(inside)
+        ranks = None if inside is None else GlooTransport.of(inside)
         self.exchange = Exchange(transport, list(names), shapes, dtypes, ranks, self.params)
         self.x = flat_kernels.alloc_huge_pages(self.exchange.layout.total, self.exchange.dtype)
         self.outer: list[State] = [{} for _ in self.exchange.segments]
@@ -89,8 +90,7 @@ class Node:
     def start(self) -> None:
         """Take over node 0's weights, so that the first round starts from the same vector everywhere."""
         buffers = self._host_buffers()
-        for flat in (self.x, *buffers.values()):
-            self.exchange.transport.broadcast(flat)
+        blocking(self.exchange.start([self.x, *buffers.values()]))
         self._load_buffers(buffers)
         self.restart()
 
@@ -109,7 +109,7 @@ class Node:
 
         Returns what is worth a warning.
         """
-        _, differing = self.exchange.meet(self.round, 0, self.x, guard)
+        _, differing = blocking(self.exchange.meet(self.round, 0, self.x, guard))
         return self.load_again(differing)
 
     def load_again(self, differing: Sequence[tuple[int, int]]) -> list[str]:
@@ -154,12 +154,13 @@ class Node:
         if takes_part:
             exchange.measure_displacement(self.local_tensors(), self.x)
         before, buffers = self._buffers_before, self._host_buffers()
-        report, mean_buffers = exchange.close(t, participants, self.x, buffers, before, statement, terms)
+        closed = exchange.close(t, participants, self.x, buffers, before, statement, terms)
+        report, mean_buffers = blocking(closed)
         if takes_part:
             lost = any(e.node == self.number and e.reason == DROPPED for e in report.settlement.excluded)
             self.local = self._local_state() if lost and policy.keeps_local_weights else None
         if report.settlement.counted:  # where nothing arrived, nothing moves
-            exchange.outer(self.x, self.outer, outer.rule, outer.at(t), policy.radius)
+            blocking(exchange.outer(self.x, self.outer, outer.rule, outer.at(t), policy.radius))
         if send_second_moment:
             self.gather_second_moment()
         self.round = t
@@ -190,7 +191,7 @@ class Node:
         for part, state in zip(self.exchange.partition.views(flat), self.outer, strict=True):
             if "exp_avg_sq" in state:
                 part.copy_(state["exp_avg_sq"])
-        self.exchange.share_compared(flat)
+        blocking(self.exchange.share_compared(flat))
         self.second_moment = flat
 
     def preconditioned_states(self, step: int) -> list[State]:

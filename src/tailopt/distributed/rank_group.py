@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tailopt.distributed.interfaces import run
 from tailopt.distributed.transport import Transport
 
 TEXT_BYTES = 1000  # of a message between ranks
@@ -57,8 +58,8 @@ class RankGroup:
 
     def gather(self, mine: Tensor) -> Tensor:
         """Every rank's small tensor, stacked by number."""
-        rows = self.across.gather(mine)
-        return rows if self.inside is None else self.inside.gather(rows).transpose(0, 1).flatten(0, 1)
+        rows = run(self.across.gather(mine))
+        return rows if self.inside is None else run(self.inside.gather(rows)).transpose(0, 1).flatten(0, 1)
 
     def name_of(self, number: int) -> str:
         """A rank in words."""

@@ -1,46 +1,36 @@
-"""How the nodes of a run meet: `connect`, and the errors with which a meeting or a run can end.
+"""`connect`: how the processes of a run become a process group.
 
     store       node 0 serves it, or torchrun's agent does; everything here goes through it
-    roll call   every node says that it is here and how many nodes it was started for
+    roll call   every node says that it is here and how many nodes it was started for (roll_call.py)
     group       torch connects every node with every other
 
-Each of the three has the same limit in time, and where it runs out, the node that is missing is named.
+Each of the three has the same limit in time, and where it runs out, the missing node is named.
 """
 
 from __future__ import annotations
 
-import atexit
 import datetime
-import json
 import os
 import socket
-import sys
-import threading
 import time
-import uuid
-from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-Store = Any  # torch does not export the types of its stores
-_DIST: Any = dist
+from tailopt.distributed.errors import Disagreement, NodeLost, first_line, named
+from tailopt.distributed.interfaces import Clock, Store, run
+from tailopt.distributed.roll_call import GATHER_S, PAUSE_S, answered, find_absent, incarnation, roll_call
+from tailopt.distributed.threads import (
+    CommThread,
+    SystemClock,
+    TorchStore,
+    agent_serves,
+    call_with_limit,
+    store_owner,
+    this_process,
+)
 
-PAUSE = 0.1  # seconds between two looks at the store
-GATHERING = 5.0  # seconds in which the nodes that are left tell each other that they live
-_SELF = uuid.uuid4().hex
-
-
-class NodeLost(RuntimeError):
-    """A node is gone; the message names it and the round. The process ends a few seconds later, whoever catches this.
-
-    gloo never lets go of the thread that waits for the node, so an orderly end is impossible: a few seconds after the
-    error was raised, or at the end of the program if that comes first, the process exits with status 1.
-    """
-
-
-class Disagreement(RuntimeError):
-    """The nodes were not started with the same model, algorithm or settings; the message has node, fact and values."""
+_DIST: Any = dist  # torch does not export the types of its stores
 
 
 def connect(timeout: float = 60.0, backend: str = "gloo", interface: str | None = None) -> None:
@@ -69,27 +59,37 @@ def connect(timeout: float = 60.0, backend: str = "gloo", interface: str | None 
     host, serves = words["MASTER_ADDR"] or "", rank == 0 and not agent_serves()
     if interface is not None:
         _use_interface(interface, port)
-    whole = _store(host, port, serves, timeout, interface)
-    call = _DIST.PrefixStore("roll call", whole.clone())  # a connection of its own, which nobody else blocks
-    turn = turn_of(call, rank)
-    call = _DIST.PrefixStore(f"{turn}", call)
+    whole = _open_store(host, port, serves, timeout, interface)
+    calls, clock = TorchStore(whole.clone()).under("roll call"), SystemClock()  # a connection that nobody else blocks
+
+    async def come() -> tuple[TorchStore, int]:
+        turn = await incarnation(calls, rank, *this_process())
+        await roll_call(calls.under(f"{turn}"), clock, rank, nodes, timeout)
+        return calls.under(f"{turn}"), turn
+
+    comm = CommThread()
     try:
-        _roll_call(call, rank, nodes, timeout)
+        came = comm.start(lambda _: run(come()))
+        call, turn = run(answered(came, timeout + 2 * GATHER_S, store_owner(whole), rank))
+        comm.stop()
     except RuntimeError as error:
         if isinstance(error, NodeLost | Disagreement):
             raise
         raise NodeLost(
             f"The store at {host}:{port} was lost during the roll call: {first_line(error)}. Start all nodes again."
         ) from error
-    _init_group(call, _DIST.PrefixStore(f"group {turn}", whole), rank, nodes, timeout, backend)
+    group_store = _DIST.PrefixStore(f"group {turn}", whole)
+    why, cause = _init_group(group_store, rank, nodes, timeout, backend)
+    if why:
+        run(_name_absent(call, clock, (rank, nodes), timeout, why, cause))
 
 
-def _store(host: str, port: int, serves: bool, timeout: float, interface: str | None) -> Store:
+def _open_store(host: str, port: int, serves: bool, timeout: float, interface: str | None) -> Any:
     """The store that all nodes share: served here, or somewhere else."""
     limit = datetime.timedelta(seconds=timeout)
     try:
         if not serves:
-            _knock(host, port, timeout)
+            _wait_for_port(host, port, timeout)
             return _DIST.TCPStore(host, port, None, False, limit, wait_for_workers=False)
         if interface is None:
             return _DIST.TCPStore(host, port, None, True, limit, wait_for_workers=False, multi_tenant=True)
@@ -104,84 +104,42 @@ def _store(host: str, port: int, serves: bool, timeout: float, interface: str | 
         raise NodeLost(f"The store at {host}:{port} cannot {what} (waited {timeout:g} s)") from error
 
 
-def _roll_call(call: Store, rank: int, nodes: int, timeout: float) -> None:
-    """Wait until all nodes are here; a node that was started for another number of them ends it for all."""
-    first, count = json.loads(call.compare_set("size", "", json.dumps([rank, nodes])))
-    if count != nodes:
-        call.set(
-            "refused",
-            f"Node {rank} was started for {nodes} nodes (WORLD_SIZE={nodes}), and node {first} for {count}. "
-            "Start all nodes with the same number.",
-        )
-    else:
-        call.set(f"here/{rank}", "")
-    until = time.monotonic() + timeout
-    missing = list(range(nodes))
-    while missing and time.monotonic() < until:
-        missing = awaited(call, "here", missing, 2 * PAUSE)
-        if call.check(["refused"]):
-            call.set(f"read/{rank}", "")
-            if rank == 0:  # which may take the store with it: the others read first
-                awaited(call, "read", range(nodes), GATHERING)
-            raise Disagreement(call.get("refused").decode())
-    if missing:
-        raise NodeLost(absent_nodes(missing, nodes, timeout))
-
-
-def _init_group(call: Store, store: Store, rank: int, nodes: int, timeout: float, backend: str) -> None:
-    """Connect all nodes; where one is gone since the roll call, name it.
+def _init_group(store: Any, rank: int, nodes: int, timeout: float, backend: str) -> tuple[str, BaseException | None]:
+    """Connect all nodes; why they could not be connected, empty where they are.
 
     A thread does it, since gloo has one limit for connecting and for every exchange after it, and a round may wait for
     a slow node much longer than the nodes wait for each other here.
     """
-    failed: list[BaseException] = []
 
-    def join() -> None:
-        try:
-            dist.init_process_group(backend, store=store, rank=rank, world_size=nodes)
-        except BaseException as error:
-            failed.append(error)
+    def join() -> bool:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=nodes)
+        return True
 
-    thread = threading.Thread(target=join, name="tailopt connect", daemon=True)
-    thread.start()
-    thread.join(timeout)
-    if thread.is_alive():
-        _STUCK.append(thread)
-    elif not failed:
-        return
-    elif not isinstance(failed[0], RuntimeError):  # such as a backend that does not exist
-        raise failed[0]
-    cause = failed[0] if failed else None
-    why = first_line(cause) if cause else f"waited {timeout:g} s"
     try:
-        call.set(f"lives/{rank}", "")
-        gone = awaited(call, "lives", range(nodes), GATHERING)
-        call.set(f"told/{rank}", "")
-        if rank == 0:  # which may take the store with it: the others look first
-            awaited(call, "told", [k for k in range(nodes) if k not in gone], timeout)
+        if call_with_limit(join, timeout, "connect"):
+            return "", None
+    except RuntimeError as error:  # another kind is the caller's, such as a backend that does not exist
+        return first_line(error), error
+    return f"waited {timeout:g} s", None
+
+
+async def _name_absent(
+    store: Store, clock: Clock, node_of: tuple[int, int], timeout: float, why: str, cause: BaseException | None
+) -> None:
+    """Raise `NodeLost` about nodes that could not be connected; one that is gone since the roll call is named."""
+    try:
+        absent = await find_absent(store, clock, *node_of, timeout)
     except RuntimeError:
         raise NodeLost(f"The store is gone since the roll call ({why}). Start all nodes again.") from cause
-    if gone:
+    if absent:
         raise NodeLost(
-            f"{named(gone).capitalize()} came to the roll call and then was gone, before all nodes were connected "
+            f"{named(absent).capitalize()} came to the roll call and then was gone, before all nodes were connected "
             f"({why}). Look at its own output, and start all nodes again."
         ) from cause
     raise NodeLost(
         f"The nodes are all here, and could not connect to each other ({why}). Check names, firewalls and "
         "GLOO_SOCKET_IFNAME."
     ) from cause
-
-
-_STUCK: list[threading.Thread] = []  # in torch's C++, for as long as its own limit
-
-
-@atexit.register
-def _leave_stuck_threads() -> None:
-    """End the process although a thread cannot be ended: coming back while the interpreter goes would abort it."""
-    if any(thread.is_alive() for thread in _STUCK):
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(1)
 
 
 def _use_interface(name: str, port: int) -> None:
@@ -219,73 +177,14 @@ def address_of(interface: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
-# ---- shared with what watches the nodes later ----
-
-
-def turn_of(store: Store, node: int) -> int:
-    """How often this node has come to this store: torchrun may keep it for the nodes that it starts again.
-
-    A second process that is this node at the same time is refused.
-    """
-    own = f"process {os.getpid()} on {socket.gethostname()} ({_SELF})"
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    there = store.compare_set(f"who/{node}/{start}", "", own).decode()
-    if there != own:
-        first, second = (text.rpartition(" (")[0] for text in (there, own))
-        raise Disagreement(
-            f"Node {node} came twice: as {first}, and now as {second}. "
-            "Give every process its own rank, and every run a fresh store."
-        )
-    return int(store.add(f"turn/{node}", 1))
-
-
-def awaited(store: Store, prefix: str, nodes: Sequence[int], timeout: float) -> list[int]:
-    """Wait for a key of each of these nodes; the nodes that have none at the end."""
-    missing, until, pause = list(nodes), time.monotonic() + timeout, 0.005
-    while True:
-        missing = [k for k in missing if not store.check([f"{prefix}/{k}"])]
-        if not missing or time.monotonic() >= until:
-            return missing
-        time.sleep(pause)
-        pause = min(2 * pause, PAUSE)
-
-
-def absent_nodes(missing: Sequence[int], nodes: int, timeout: float) -> str:
-    """The sentence about nodes that did not come."""
-    return (
-        f"Only {nodes - len(missing)} of {nodes} nodes came within {timeout:g} s; missing: {named(missing)}. "
-        "Start all of them, or lower the number of nodes."
-    )
-
-
-def named(nodes: Sequence[int]) -> str:
-    """Nodes in words.
-
-    Examples:
-        >>> named([2]), named([0, 2])
-        ('node 2', 'nodes 0, 2')
-    """
-    return f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {', '.join(map(str, nodes))}"
-
-
-def first_line(error: BaseException | None) -> str:
-    """What an error says, without what follows the first line."""
-    return str(error).strip().splitlines()[0].rstrip(".") if error is not None and str(error).strip() else repr(error)
-
-
-def _knock(host: str, port: int, timeout: float) -> None:
-    """Wait until somebody listens there: torch itself would try for four times as long as it is told to."""
+def _wait_for_port(host: str, port: int, timeout: float) -> None:
+    """Wait until the port accepts connections: torch itself would try for four times as long as it is told to."""
     until = time.monotonic() + timeout
     while True:
         try:
-            socket.create_connection((host, port), max(until - time.monotonic(), PAUSE)).close()
+            socket.create_connection((host, port), max(until - time.monotonic(), PAUSE_S)).close()
             return
         except OSError:
-            if time.monotonic() + PAUSE > until:
+            if time.monotonic() + PAUSE_S > until:
                 raise
-            time.sleep(PAUSE)
-
-
-def agent_serves() -> bool:
-    """Whether torchrun's agent serves the store, and not node 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            time.sleep(PAUSE_S)

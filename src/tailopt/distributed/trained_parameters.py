@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tailopt.distributed.agreement import shape
+from tailopt.distributed.errors import Disagreement
 from tailopt.distributed.header import word_of
 from tailopt.distributed.mesh import local_tensor
-from tailopt.distributed.peers import Disagreement, Peers, shape
+from tailopt.distributed.threads import Peers
 
 UNSYNCHRONISED = "which is not synchronised"
 

@@ -1,97 +1,109 @@
-"""Messages between the nodes of a process group, by node number.
+"""Messages between nodes, by node number: what is sent, with which digest, in which order.
 
     gather                  a small tensor from every node to every node, with a digest
     exchange                one tensor to and one from every other node
     exchange_with_header    every node's header, and right behind it what belongs to it
-    broadcast               node 0's tensor to every node
+    broadcast               node 0's bytes to every node
 
-Everything that nodes send each other goes through here, so that faults can be injected in one place.
+Everything that nodes send each other goes through here, so that faults can be injected in one place. How a message
+travels is decided by a subclass: over gloo (gloo.py), or in a simulation of the protocol.
+
+Digests cover the number of the exchange: a message that arrives a second time, or in place of a later one, is noticed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tailopt.distributed.header import Header, damaged, word_of
-from tailopt.distributed.peers import Peers, on_cpu
 from tailopt.records.tensor_bytes import tensor_bytes
 
 MESSAGE = 1 << 20  # elements, about: smaller messages cost turns, larger ones make other nodes wait
 DIGEST = 8  # bytes
 
+Messages = list[tuple[int, Tensor]]  # (node, what goes to it or comes from it)
+
 
 @dataclass
-class Transport:
+class ExchangeCounter:
+    """Counts the exchanges of a group; all nodes count the same ones."""
+
+    number: int = 0
+
+    def next(self) -> int:
+        """The number of the exchange that begins."""
+        self.number += 1
+        return self.number
+
+
+class Transport(ABC):
     """How a node reaches the others of its group.
 
-    Args:
-        group: the process group, over gloo.
+    Attributes:
         node: this node's number.
         nodes: how many there are.
-        peers: watches the other nodes while this one waits for messages; None waits for ever.
+        counter: of the exchanges; shared by all transports of this node in this group.
     """
 
-    group: dist.ProcessGroup
     node: int
     nodes: int
-    peers: Peers | None = None
+    counter: ExchangeCounter
 
-    @classmethod
-    def of(
-        cls,
-        group: dist.ProcessGroup | None = None,
-        timeout: float | None = None,
-        stall_timeout: float | None = None,
-    ) -> Transport:
-        """The nodes of a process group, by default of all processes; watched, where a timeout is given."""
-        group = group or dist.group.WORLD
-        assert group is not None
-        group = on_cpu(group)
-        peers = Peers(group, timeout, stall_timeout) if timeout is not None else None
-        return cls(group, dist.get_rank(group), dist.get_world_size(group), peers)
+    @abstractmethod
+    async def deliver(self, receives: Messages, sends: Messages) -> None:
+        """Receive and send messages, all in flight at once; between two nodes they keep their order.
 
-    def gather(self, mine: Tensor) -> Tensor:
+        Raises:
+            ConnectionFailed: a connection closed or timed out.
+            NodeLost: a node is gone.
+        """
+
+    @abstractmethod
+    def leave(self, error: RuntimeError) -> None:
+        """Tell the others that this node failed and takes part in nothing any more."""
+
+    async def gather(self, mine: Tensor) -> Tensor:
         """Every node's small tensor, stacked in node order; each travels with a digest of its bytes.
 
         What nodes decide together follows from these: a bit that flips on the way to one of them must not go unnoticed.
         """
+        sequence = self.counter.next()
         data = mine.contiguous().reshape(-1).view(torch.uint8)
-        stacked, rows = self._stacked(torch.cat([data, _digest(data)]))
+        stacked, rows = self._stacked(torch.cat([data, _digest(data, sequence)]))
         # point to point: gloo's all_gather is a ring, whose turns take twice as long with four nodes
-        self._watched(lambda: self._deliver(([rows[self.node]] * self.nodes, rows)))
+        await self._deliver(([rows[self.node]] * self.nodes, rows))
         for sender, row in enumerate(rows):
-            if not torch.equal(_digest(row[:-DIGEST]), row[-DIGEST:]):
+            if not torch.equal(_digest(row[:-DIGEST], sequence), row[-DIGEST:]):
                 raise damaged("a small message", sender, self.node)
         return stacked[:, :-DIGEST].contiguous().view(mine.dtype).view(self.nodes, *mine.shape)
 
-    def broadcast(self, flat: Tensor) -> None:
-        """Give every node the tensor of node 0."""
-        if flat.numel():
-            self._watched(lambda: dist.broadcast(flat, dist.get_global_rank(self.group, 0), group=self.group))
+    async def broadcast(self, data: Tensor) -> None:
+        """Give every node the bytes of node 0. Nothing checks here what arrives."""
+        nothing = data[:0]
+        outgoing = [data if self.node == 0 else nothing] * self.nodes
+        incoming = [data if k == 0 and self.node else nothing for k in range(self.nodes)]
+        await self.exchange(outgoing, incoming)
 
-    def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+    async def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Send outgoing[k] to node k and receive incoming[k] from it, for all others; empty tensors are left out."""
-        self._watched(lambda: self._deliver((outgoing, incoming)))
+        self.counter.next()
+        await self._deliver((outgoing, incoming))
 
-    def exchange_with_header(
+    async def exchange_with_header(
         self, header: Header, outgoing: Sequence[Tensor] = (), incoming: Sequence[Tensor] = ()
     ) -> list[Header]:
         """Every node's header, in node order, and right behind each what belongs to it, as by `exchange`."""
-        stacked, rows = self._stacked(header.packed())
+        sequence = self.counter.next()
+        stacked, rows = self._stacked(header.packed(sequence))
         behind = [(outgoing, incoming)] if outgoing else []
-        self._watched(lambda: self._deliver(([rows[self.node]] * self.nodes, rows), *behind))
-        return [Header.unpacked(words, sender, self.node) for sender, words in enumerate(stacked.tolist())]
-
-    def _watched(self, traffic: Callable[[], object]) -> None:
-        if self.peers is None:
-            traffic()
-        else:
-            self.peers.call(traffic)
+        await self._deliver(([rows[self.node]] * self.nodes, rows), *behind)
+        rows_of_words = enumerate(stacked.tolist())
+        return [Header.unpacked(words, sequence, sender, self.node) for sender, words in rows_of_words]
 
     def _stacked(self, mine: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Memory for every node's tensor, whole and by node, with this node's in it."""
@@ -99,24 +111,17 @@ class Transport:
         stacked[self.node] = mine
         return stacked, list(stacked.view(self.nodes, -1).unbind(0))
 
-    def _deliver(self, *turns: tuple[Sequence[Tensor], Sequence[Tensor]]) -> None:
-        """Several (outgoing, incoming), all in flight at once; between two nodes they keep this order."""
-        others = [
-            (self.node + k) % self.nodes for k in range(1, self.nodes)
-        ]  # not all nodes send to the same one first
-        # every receive is posted before anything is sent: gloo's thread receives then while this one sends, and a
-        # message that finds no receive posted would first have to ask
-        works = [self.group.recv([part], k, 0) for _, incoming in turns for k, part in _messages(incoming, others)]
-        works += [self.group.send([part], k, 0) for outgoing, _ in turns for k, part in _messages(outgoing, others)]
-        for work in works:
-            work.wait()
-            if self.peers is not None:
-                self.peers.message_done()
+    async def _deliver(self, *turns: tuple[Sequence[Tensor], Sequence[Tensor]]) -> None:
+        """Several (outgoing, incoming), one behind the other."""
+        others = [(self.node + k) % self.nodes for k in range(1, self.nodes)]  # not all send to the same node first
+        receives = [message for _, incoming in turns for message in _messages(incoming, others)]
+        sends = [message for outgoing, _ in turns for message in _messages(outgoing, others)]
+        await self.deliver(receives, sends)
 
 
-def _digest(data: Tensor) -> Tensor:
-    """The digest of bytes, as bytes."""
-    return torch.tensor([word_of(tensor_bytes(data))], dtype=torch.int64).view(torch.uint8)
+def _digest(data: Tensor, sequence: int) -> Tensor:
+    """The digest of bytes in an exchange, as bytes."""
+    return torch.tensor([word_of(tensor_bytes(data), sequence)], dtype=torch.int64).view(torch.uint8)
 
 
 def _messages(tensors: Sequence[Tensor], others: Sequence[int]) -> Iterator[tuple[int, Tensor]]:

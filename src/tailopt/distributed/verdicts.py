@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from tailopt.distributed.errors import named
 from tailopt.distributed.header import Damaged, Header
 from tailopt.distributed.terms import Terms
 from tailopt.rounds.drops import Dropped
@@ -36,7 +37,6 @@ SOUND: Row = (0.0, 0.0, 0.0, 0.0)
 
 _ABOUT_A_TENSOR = (Verdict.NOT_FINITE, Verdict.BEYOND_BOUND)
 _REASONS = {
-    Verdict.DAMAGED: "damaged on the way",
     Verdict.NOT_FINITE: NOT_FINITE,
     Verdict.BEYOND_BOUND: BEYOND,
     Verdict.OTHER_ROUND: "of another round",
@@ -44,6 +44,25 @@ _REASONS = {
     Verdict.OTHER_SETTINGS: "states other settings than agreed",
     Verdict.TOO_MANY_STEPS: "states more local steps than agreed",
 }
+
+
+DAMAGED = "damaged on the way"
+
+
+@dataclass(frozen=True)
+class DamagedOnTheWay(Exclusion):
+    """A displacement that arrived differently at some nodes."""
+
+    @classmethod
+    def of(cls, node: int, receivers: Sequence[int]) -> DamagedOnTheWay:
+        """With the nodes that received something else than was sent."""
+        return cls(node, f"what arrived at {named(sorted(set(receivers)))}", 0.0, None, DAMAGED)
+
+    def __str__(self) -> str:
+        return (
+            f"node {self.node}: {self.tensor} is not what it sent ({self.reason}); either of the nodes or the link "
+            "between them is at fault"
+        )
 
 
 @dataclass(frozen=True)
@@ -113,7 +132,10 @@ def unanimous(
     excluded: dict[int, Exclusion] = {}
     for node in nodes:
         rows = [rows[node] for rows in by_judge if rows[node][0]]
-        if rows:
+        receivers = [k for k, rows in zip(judges, by_judge, strict=True) if rows[node][0] == Verdict.DAMAGED]
+        if receivers:
+            excluded[node] = DamagedOnTheWay.of(node, receivers)
+        elif rows:
             excluded[node] = _exclusion(node, min(rows, key=lambda r: (r[0], r[1], r[3] - abs(r[2]))), places)
     return excluded
 

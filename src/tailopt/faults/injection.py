@@ -13,15 +13,15 @@ import os
 import signal
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.header import Header
 from tailopt.distributed.nested_optimizer import NestedOptimizer
-from tailopt.distributed.transport import Transport
 from tailopt.faults import network, small_disk
 
 
@@ -204,8 +204,7 @@ def inject(optimizer: NestedOptimizer, *faults: Fault) -> None:
     """Let faults happen on this node."""
     node = optimizer.node
     exchange, close_round = node.exchange, node.close_round
-    fields_now = {field.name: getattr(exchange.transport, field.name) for field in fields(exchange.transport)}
-    transport = _FaultyTransport(**fields_now)
+    transport = _FaultyTransport.replacing(exchange.transport)
     exchange.transport = transport
 
     def close_with_faults(*arguments: Any, **settings: Any) -> Any:
@@ -221,17 +220,17 @@ def inject(optimizer: NestedOptimizer, *faults: Fault) -> None:
     node.close_round = close_with_faults  # type: ignore[method-assign]
 
 
-class _FaultyTransport(Transport):
+class _FaultyTransport(GlooTransport):
     """A transport that sends what the faults of the round turn its messages into."""
 
     faults: Sequence[Fault] = ()
 
-    def exchange_with_header(
-        self, head: Header, outgoing: Sequence[Tensor] = (), incoming: Sequence[Tensor] = ()
+    async def exchange_with_header(
+        self, header: Header, outgoing: Sequence[Tensor] = (), incoming: Sequence[Tensor] = ()
     ) -> list[Header]:
-        for fault in self.faults if head.round >= 0 else ():
-            head, outgoing = fault.header(head, self.nodes), fault.payload(outgoing, self.node)
-        return super().exchange_with_header(head, outgoing, incoming)
+        for fault in self.faults if header.round >= 0 else ():
+            header, outgoing = fault.header(header, self.nodes), fault.payload(outgoing, self.node)
+        return await super().exchange_with_header(header, outgoing, incoming)
 
 
 @torch.no_grad()

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tailopt.algorithms import ALGORITHMS, algorithm
+from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.header import Header
 from tailopt.distributed.nested_optimizer import NestedOptimizer
-from tailopt.distributed.transport import Transport
 from tailopt.figures.style import PALETTE, pyplot
 from tailopt.progress import Progress
 from tailopt.studies.plots import save
@@ -206,27 +206,27 @@ def _tensors(states: Iterable[Mapping[str, Any]]) -> int:
     return sum(v.nbytes for s in states for v in s.values() if isinstance(v, Tensor) and v.dim())
 
 
-class _Counting(Transport):
+class _Counting(GlooTransport):
     """Counts what it sends and receives."""
 
     sent = 0
     received = 0
 
-    def gather(self, mine: Tensor) -> Tensor:
+    async def gather(self, mine: Tensor) -> Tensor:
         self._add([mine] * self.nodes, [mine] * self.nodes)
-        return super().gather(mine)
+        return await super().gather(mine)
 
-    def exchange_with_header(
-        self, head: Header, outgoing: Sequence[Tensor] = (), incoming: Sequence[Tensor] = ()
+    async def exchange_with_header(
+        self, header: Header, outgoing: Sequence[Tensor] = (), incoming: Sequence[Tensor] = ()
     ) -> list[Header]:
-        words = head.packed()
+        words = header.packed(0)
         self._add([words] * self.nodes, [words] * self.nodes)
         self._add(outgoing, incoming)
-        return super().exchange_with_header(head, outgoing, incoming)
+        return await super().exchange_with_header(header, outgoing, incoming)
 
-    def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+    async def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         self._add(outgoing, incoming)
-        super().exchange(outgoing, incoming)
+        await super().exchange(outgoing, incoming)
 
     def _add(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         self.sent += sum(t.nbytes for k, t in enumerate(outgoing) if k != self.node)
@@ -235,9 +235,7 @@ class _Counting(Transport):
 
 def _count(optimizer: NestedOptimizer) -> _Counting:
     exchange = optimizer.node.exchange
-    transport = _Counting(
-        **{field.name: getattr(exchange.transport, field.name) for field in fields(exchange.transport)}
-    )
+    transport = _Counting.replacing(exchange.transport)
     exchange.transport = transport
     return transport
 

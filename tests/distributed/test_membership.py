@@ -23,13 +23,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import tailopt
-from tailopt.distributed.peers import Disagreement, connect, described, difference
-from tailopt.distributed.transport import Transport
+from tailopt.distributed.errors import Disagreement
+from tailopt.distributed.gloo import GlooTransport
+from tailopt.distributed.interfaces import run
+from tailopt.distributed.membership import Timeouts
+from tailopt.distributed.rendezvous import connect
 from tailopt.schedules import cosine, power, warmup
 
 ROOT = Path(__file__).parents[2]
@@ -132,13 +133,13 @@ def disagree(node: int) -> dict[str, Any]:
     return said
 
 
-def costs(watched: Transport) -> list[float]:
+def costs(watched: GlooTransport) -> list[float]:
     """Seconds of a small exchange, not watched and watched: the least of many, in turns, since machines are busy."""
-    transports, small, found = (Transport.of(), watched), torch.zeros(8), [float("inf")] * 2
+    transports, small, found = (GlooTransport.of(), watched), torch.zeros(8), [float("inf")] * 2
     for _ in range(200):
         for k, transport in enumerate(transports):
             begun = time.perf_counter()
-            transport.gather(small)
+            run(transport.gather(small))
             found[k] = min(found[k], time.perf_counter() - begun)
     return found
 
@@ -280,7 +281,7 @@ class Nodes:
 def factory() -> Iterator[subprocess.Popen[str]]:
     path = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.distributed.test_peers"],
+        [sys.executable, "-m", "tests.distributed.test_membership"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         cwd=ROOT,
         stdin=subprocess.PIPE,
@@ -308,7 +309,9 @@ def running(factory: subprocess.Popen[str], what: str, here: Path, ranks: list[i
 @pytest.fixture(scope="module")
 def disagreed(factory: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with running(factory, "disagree", tmp_path_factory.mktemp("disagree"), [0, 1], 2) as nodes:
-        return [json.loads(said.splitlines()[-1]) for said in nodes.ended([0, 1], 60, code=0)]
+        printed = nodes.ended([0, 1], 60, code=0)
+        # torch may warn about the store after it, where node 0 ends first
+        return [json.loads(next(line for line in said.splitlines() if line.startswith("{"))) for said in printed]
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
@@ -422,7 +425,7 @@ def test_nodes_in_local_steps_hear_of_it(factory: subprocess.Popen[str], tmp_pat
 def test_torchrun_starts_the_nodes_anew(tmp_path: Path) -> None:
     # its agent keeps the store, and what the dead nodes wrote into it
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=1"]
-    command = [sys.executable, *command, "-m", "tests.distributed.test_peers", "torchrun"]
+    command = [sys.executable, *command, "-m", "tests.distributed.test_membership", "torchrun"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     said = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=90)
     assert said.returncode == 0, said.stderr
@@ -484,40 +487,13 @@ def test_two_user_optimizers_that_differ(factory: subprocess.Popen[str], tmp_pat
 
 def test_a_timeout_shorter_than_a_few_beats_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Invalid timeout: 0.5; need a number of seconds, 3 or more"):
-        tailopt.distributed.peers.Peers(None, 0.5)
+        Timeouts(0.5)
 
 
 def test_without_torchrun_connecting_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ValueError, match=r"Invalid environment: RANK.* not set. Start every node with torchrun"):
         connect()
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(st.dictionaries(st.text(min_size=1), values, max_size=4))
-def test_the_same_facts_agree_after_their_way_through_json(facts: dict[str, Any]) -> None:
-    sent = json.loads(json.dumps(described(facts)))
-    assert difference([sent, json.loads(json.dumps(described(facts)))]) == ""
-
-
-@given(st.dictionaries(st.sampled_from("abc"), values, min_size=1), st.sampled_from("abc"), values)
-def test_any_other_value_is_found(facts: dict[str, Any], key: str, value: Any) -> None:
-    first, second = described(facts), described({**facts, key: value})
-    same = json.dumps(first) == json.dumps(second)
-    assert (difference([first, first, second]) == "") == same
-    assert same or difference([first, first, second]).startswith(f"Node 2 disagrees with node 0 on {key}")
-
-
-def test_tensors_are_compared_by_their_elements() -> None:
-    a, b = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5])
-    assert described(a) == described(a.clone()) != described(b)
-    assert described(torch.tensor(0.5)) == 0.5
 
 
 if __name__ == "__main__":

@@ -1,0 +1,169 @@
+"""What this node decides about the displacements of all nodes, from its own partition of them.
+
+ClipByValue are judged where they arrive. Norms need all partitions: their block sums are gathered, and all nodes decide
+the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tailopt.distributed import limits
+from tailopt.distributed.flat_kernels import BufferStats
+from tailopt.distributed.header import Header
+from tailopt.distributed.partition import Partition
+from tailopt.distributed.rank_shards import RankShards
+from tailopt.distributed.terms import Terms
+from tailopt.distributed.verdicts import Row, Verdict, verdict_row
+from tailopt.distributed.weight_sync import Pair
+from tailopt.rounds.block_norm import root
+from tailopt.rounds.guard import BEYOND, SLACK, Bound, Exclusion, check_displacement, exceeded_norm
+from tailopt.rounds.participants import Participants
+from tailopt.rules.rule import per_param
+
+
+@dataclass(frozen=True)
+class ReceivedRound:
+    """What all nodes know about a round before they judge displacements.
+
+    Args:
+        t: the round.
+        participants: with their shares.
+        headers: of all nodes.
+        x: the synchronised weights, flat.
+        buffers: of every node, by name.
+        buffers_before: as the round began, the same on every node.
+        bounds: how far each participant can have moved.
+        differing: (owner, receiver) of weights that a node loaded differently.
+        terms: what the round is judged by.
+    """
+
+    t: int
+    participants: Participants
+    headers: Sequence[Header]
+    x: Tensor
+    buffers: Sequence[Mapping[str, Tensor]]
+    buffers_before: Mapping[str, Tensor]
+    bounds: limits.Limits
+    differing: Sequence[Pair]
+    terms: Terms
+
+
+@dataclass(frozen=True)
+class Displacement:
+    """One node's displacement in this partition.
+
+    Args:
+        row: its elements.
+        stats: of the row as it is here.
+        stated_checksum: of the row as its sender's header states it; None for this node's own.
+    """
+
+    row: Tensor
+    stats: BufferStats
+    stated_checksum: int | None
+
+
+class Judge:
+    """Judges displacements.
+
+    Args:
+        partition: of this node.
+        names: of all tensors.
+        kinds: types of the parameters.
+        ranks: the other ranks of this node, where its parameters are sharded.
+    """
+
+    def __init__(
+        self, partition: Partition, names: Sequence[str], kinds: Sequence[torch.dtype], ranks: RankShards | None
+    ) -> None:
+        self._partition, self._names, self._kinds, self._ranks = partition, names, kinds, ranks
+
+    def verdict(
+        self, node: int, displacement: Displacement, received: ReceivedRound, places: Sequence[str]
+    ) -> Row | None:
+        """What this partition of a node's displacement decides; places: tensors and buffers, by number."""
+        if displacement.stated_checksum not in (None, displacement.stats.checksum):
+            return verdict_row(Verdict.DAMAGED)
+        if not received.terms.guard:
+            return None
+        exclusion = self._exclusion(node, displacement, received)
+        if exclusion is None:
+            return None
+        verdict = Verdict.NOT_FINITE if exclusion.bound is None else Verdict.BEYOND_BOUND
+        return verdict_row(verdict, places.index(exclusion.tensor), exclusion.value, exclusion.bound or 0.0)
+
+    def _exclusion(self, node: int, displacement: Displacement, received: ReceivedRound) -> Exclusion | None:
+        """The guard's verdict about a node's buffers and this partition of its displacement; norms come later."""
+        limit, buffers = received.bounds.by_node[node], received.buffers[node]
+        if _clearly_within(displacement.stats.max_abs, limit):
+            return check_displacement(node, [], [], [], Bound(None), buffers, received.buffers_before)
+        partition = self._partition
+        names = [self._names[s.tensor] for s in partition.segments]
+        views = zip(partition.views(received.x), partition.segments, strict=True)
+        start = [part.to(self._kinds[s.tensor]) for part, s in views]
+        delta, bound = partition.by_tensor(displacement.row), partition.bound_by_segment(limit)
+        return check_displacement(node, delta, start, names, bound, buffers, received.buffers_before)
+
+    async def judge_norms(
+        self,
+        rows: Sequence[Tensor],
+        norms: Callable[[Tensor], Awaitable[list[float]]],
+        received: ReceivedRound,
+        verdicts: dict[int, Exclusion],
+    ) -> None:
+        """Add exclusions by bounds on norms to the verdicts.
+
+        Args:
+            rows: this partition of every node's displacement.
+            norms: the sum of squares of every tensor, from the rows of all nodes.
+            received: the round.
+            verdicts: about coordinates and headers.
+        """
+        for node in received.participants.shares:
+            limit = received.bounds.by_node[node]
+            if limit.kind not in ("norm", "tensor norm"):
+                continue
+            # also of a node that is excluded already: all nodes must take part in the same messages
+            squares = await norms(rows[node])
+            whole = limit.kind == "norm"
+            lengths = [root(squares)] if whole else [root([s]) for s in squares]
+            if node in verdicts or all(length <= float(per_param(limit.a, i)) for i, length in enumerate(lengths)):
+                continue
+            tensors = self._start_of_round(received.x)
+            groups = [[piece for pieces in tensors for piece in pieces]] if whole else tensors
+            for i, (length, group) in enumerate(zip(lengths, groups, strict=True)):
+                of_group = (
+                    limit if whole else Bound(limit.kind, per_param(limit.a, i), per_param(limit.c, i), limit.steps)
+                )
+                most = exceeded_norm(length, group, of_group)
+                if most is not None:
+                    name = "all tensors" if whole else self._names[i]
+                    verdicts[node] = Exclusion(node, name, length, most, BEYOND)
+                    break
+
+    def _start_of_round(self, x: Tensor) -> list[list[Tensor]]:
+        """The weights from which the round began, by tensor, in the parameters' own types: the parts of all ranks."""
+        if self._ranks is None:
+            tensors = [[view] for view in self._partition.layout.views(x, self._partition.shapes)]
+        else:
+            tensors = self._ranks.tensors(x)
+        return [[part.to(kind) for part in parts] for parts, kind in zip(tensors, self._kinds, strict=True)]
+
+
+def _clearly_within(max_abs: float, limit: Bound) -> bool:
+    """Whether the largest magnitude shows that the guard would find nothing: finite, and below the least bound.
+
+    Half the slack leaves a margin for the roundings of the exact test, which reads the weights too.
+    """
+    if not max_abs < math.inf:  # NaN too
+        return False
+    if limit.kind != "coordinate":
+        return True
+    floors = limit.a if isinstance(limit.a, list) else [limit.a]
+    return not any(isinstance(a, Tensor) for a in floors) and max_abs <= min(floors) * (1 + SLACK / 2)

@@ -1,0 +1,76 @@
+"""Headers and small messages are accepted as they were sent, in the exchange in which they were sent, and not else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailopt.distributed.header import Damaged, Header
+from tailopt.distributed.interfaces import run
+from tailopt.distributed.transport import ExchangeCounter, Messages, Transport
+
+words = st.integers(-(2**63), 2**63 - 1)
+headers = st.builds(
+    Header,
+    round=words,
+    node=words,
+    elements=words,
+    sends=words,
+    weight=st.floats(allow_nan=False),
+    loss=st.floats(allow_nan=False),
+    steps=words,
+    bound=words,
+    structure=words,
+    confirm=words,
+    finite=words,
+    seconds=st.floats(allow_nan=False),
+    sent=words,
+    checksums=st.tuples(words, words),
+    weights=st.tuples(words, words),
+)
+
+
+@given(headers, st.integers(0, 99))
+def test_a_header_comes_back(header: Header, sequence: int) -> None:
+    assert Header.unpacked(header.packed(sequence).tolist(), sequence, 0, 1) == header
+
+
+@given(headers, st.integers(0, 63), st.data())
+def test_any_flipped_bit_is_seen(header: Header, bit: int, data: st.DataObject) -> None:
+    packed = header.packed(3)
+    packed[data.draw(st.integers(0, packed.numel() - 1))] ^= torch.tensor(1).bitwise_left_shift(bit)
+    with pytest.raises(Damaged, match="Node 1 received something else than node 0 sent: the header"):
+        Header.unpacked(packed.tolist(), 3, 0, 1)
+
+
+@given(headers)
+def test_a_header_of_another_exchange_is_refused(header: Header) -> None:
+    with pytest.raises(Damaged):
+        Header.unpacked(header.packed(3).tolist(), 4, 0, 1)
+
+
+class Repeating(Transport):
+    """Receives what node 1 sent in the first exchange, again and again."""
+
+    node, nodes = 0, 2
+
+    def __init__(self) -> None:
+        self.counter = ExchangeCounter()
+        self._first: list[torch.Tensor] = []
+
+    def leave(self, error: RuntimeError) -> None:
+        raise error
+
+    async def deliver(self, receives: Messages, sends: Messages) -> None:
+        self._first = self._first or [part.clone() for _, part in sends]
+        for (_, into), part in zip(receives, self._first, strict=True):
+            into.copy_(part)
+
+
+def test_a_small_message_that_arrives_twice_is_refused() -> None:
+    transport = Repeating()
+    assert run(transport.gather(torch.tensor([7]))).tolist() == [[7], [7]]
+    with pytest.raises(Damaged, match="Node 0 received something else than node 1 sent: a small message"):
+        run(transport.gather(torch.tensor([8])))
