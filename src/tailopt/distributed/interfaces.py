@@ -74,14 +74,18 @@ class Call(Protocol):
     """Something that may block for ever, and goes on while this node watches the others.
 
     Attributes:
-        value: what it returned.
-        error: what it raised.
         waiting_for: the node whose message it waits for now; None where that is not known.
     """
 
-    value: Any
-    error: BaseException | None
     waiting_for: int | None
+
+    @property
+    def value(self) -> Any:
+        """What it returned."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it raised."""
 
     async def wait(self, seconds: float) -> bool:
         """Wait until it is done, at most so long; whether it is."""
