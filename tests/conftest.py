@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.distributed import forked
+
+# Two workers share two cores with the nodes that tests start: how long one example takes says nothing about the code.
+settings.register_profile("shared cores", deadline=None)
+settings.load_profile("shared cores")
 
 
 @pytest.fixture(scope="session")

@@ -119,7 +119,7 @@ def test_the_paper_s_settings_can_be_asked_for(parts: dict[str, str], tmp_path: 
         ({"task": "MRCP"}, "Unknown task: 'mrcp'"),
         ({"task": "MRPC", "seeds": 0}, "Invalid seeds: got 0"),
         ({"task": "MRPC", "settings": "nowhere.json"}, "Invalid settings: got 'nowhere.json'"),
-        ({"task": "MRPC", "algorithms": "avg-sdg"}, "no algorithm of the paper"),
+        ({"task": "MRPC", "algorithms": "avg-sdg"}, "no such algorithm of the paper. Did you mean .avg-sgd."),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(

@@ -255,7 +255,7 @@ def _outer_step(method: Any, n: int) -> float:
     times = []
     for _ in range(6):
         began = time.perf_counter()
-        rule.step(x, delta, state, method.numbers("outer"))
+        rule.step(x, delta, state, method.hparams("outer"))
         times.append(time.perf_counter() - began)
     return min(times[1:])
 
