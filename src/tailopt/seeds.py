@@ -36,4 +36,7 @@ def step_seed(base: int, step: int) -> int:
 
 def generator(seed: int, purpose: str, *numbers: int, device: torch.device | str = "cpu") -> torch.Generator:
     """A fresh generator for one purpose, seeded by `derive`."""
-    return torch.Generator(device=device).manual_seed(derive(seed, purpose, *numbers))
+    new = (
+        torch.Generator() if device == "cpu" else torch.Generator(device=device)
+    )  # reading a device takes a microsecond
+    return new.manual_seed(derive(seed, purpose, *numbers))

@@ -287,7 +287,7 @@ def copied_to(state: State, device: torch.device | str) -> State:
 
 def _mean(losses: Sequence[Tensor]) -> float:
     """Add the losses in float64, one after another; a device is waited for once."""
-    values = torch.stack(list(losses)).tolist() if losses[0].device.type != "cpu" else [x.item() for x in losses]
+    values = [x.item() for x in losses] if losses[0].is_cpu else torch.stack(list(losses)).tolist()
     return sum(values) / len(values)
 
 

@@ -87,7 +87,7 @@ def _affine(left: Any, before: Any, more: Any) -> Any:
 
 def clearly_within(flat: Tensor, limit: Bound) -> bool:
     """Return whether every element is within the least that the bound can be; False means that nothing is decided."""
-    if limit.kind != "coordinate" or isinstance(limit.a, Tensor | list) or not flat.numel():
+    if limit.kind != "coordinate" or isinstance(limit.a, (Tensor, list)) or not flat.numel():
         return False
     low, high = torch.aminmax(flat)
     return bool(-limit.a <= low.item() and high.item() <= limit.a)  # NaN is neither

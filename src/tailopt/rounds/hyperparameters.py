@@ -48,6 +48,7 @@ class RuleHyperparameters:
         self.by_step = any(scheduling.per(schedule) == "step" for schedule in self.schedules.values())
         self._names = list(names)
         self._cache: dict[Any, Any] = {}
+        self._constant: Hyperparameters | None = None  # without schedules: small models notice a look-up per step
         for key, schedule in self.schedules.items():
             if side == "outer" and scheduling.per(schedule) == "step":
                 name = PUBLIC_NAMES[side][key]
@@ -57,7 +58,12 @@ class RuleHyperparameters:
 
     def at(self, t: int, steps_done: int = 0) -> Hyperparameters:
         """Return the hyperparameters in round t, for a node that has taken `steps_done` local steps before this one."""
-        return self._cached("at", t, steps_done, lambda: self._evaluated(t, steps_done + 1))
+        if self._constant is not None:
+            return self._constant
+        values = self._cached("at", t, steps_done, lambda: self._evaluated(t, steps_done + 1))
+        if not self.schedules:
+            self._constant = values
+        return values
 
     def bound(self, t: int, steps_done: int, steps: int) -> Bound:
         """Return how far a node can move in `steps` local steps of round t."""

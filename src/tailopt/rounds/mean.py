@@ -25,19 +25,28 @@ class WeightedMean:
 
     def __init__(self) -> None:
         self._acc: list[Tensor] = []
+        self._factors: dict[tuple[float, torch.dtype], Tensor] = {}
 
     def add(self, delta: Sequence[Tensor], share: float) -> None:
         """Add one node's displacement; a large tensor in chunks, so that no further copy of a model is needed."""
         # not add(alpha=share), which is a fused multiply-add on some processors
         if not self._acc:
-            self._acc = [d * share for d in delta]
+            self._acc = [d * self._factor(share, d.dtype) for d in delta]
             return
         for acc, d in zip(self._acc, delta, strict=True):
+            factor = self._factor(share, d.dtype)
             if d.numel() <= CHUNK or not (acc.is_contiguous() and d.is_contiguous()):
-                acc.add_(d * share)
+                acc.add_(d * factor)
                 continue
             for a, chunk in zip(acc.view(-1).split(CHUNK), d.view(-1).split(CHUNK), strict=True):
-                a.add_(chunk * share)
+                a.add_(chunk * factor)
+
+    def _factor(self, share: float, dtype: torch.dtype) -> Tensor:
+        """Return a share as a tensor, cast once: torch takes longer to multiply a small tensor by a Python number."""
+        key = share, dtype
+        if key not in self._factors:
+            self._factors[key] = torch.tensor(share, dtype=dtype)
+        return self._factors[key]
 
     def result(self, total_share: float) -> list[Tensor]:
         """Return the mean; `total_share` is 1 where every participant counted."""

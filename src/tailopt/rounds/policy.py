@@ -6,6 +6,7 @@ option is one field here, with its check, and the place that uses it.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,13 +96,19 @@ class RoundPolicy:
 
     def draw(self, t: int) -> Participants:
         """Return who takes part in round t, and with what share."""
+        if self.everybody_takes_part:
+            return self._everybody
         return self._known_sampling.draw(t)
+
+    @functools.cached_property
+    def _everybody(self) -> Participants:
+        return self._known_sampling.draw(1)
 
     def draw_drops(self, t: int) -> set[int]:
         """Return the nodes whose contributions to round t a simulation loses."""
         return self._drops().draw(t)
 
-    @property
+    @functools.cached_property
     def everybody_takes_part(self) -> bool:
         """Whether every node takes part in every round, once."""
         count = self._known_sampling.count

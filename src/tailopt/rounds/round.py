@@ -182,7 +182,8 @@ class RoundMean:
     def _count(self, c: Contribution) -> None:
         share = self._participants.shares[c.node]
         self._delta.add(c.delta if c.flat is None else [c.flat], share)
-        self._buffers.add(c.buffers, share)
+        if c.buffers:
+            self._buffers.add(c.buffers, share)
         self._losses[c.node] = c.loss
         self._keep(c)
         if c.statistics is not None:

@@ -68,15 +68,17 @@ class Settlement:
     @property
     def loss(self) -> float:
         """The mean loss of the nodes that counted, with their weights; NaN where nothing arrived."""
-        weights = self.weights
+        return self._mean_loss(self.weights)
+
+    def _mean_loss(self, weights: Mapping[int, float]) -> float:
         return sum(weights[node] * loss for node, loss in self.losses.items()) if weights else math.nan
 
     def history_row(self, metrics: Mapping[str, Any], statistics: Mapping[str, Any]) -> dict[str, Any]:
         """Return the round as a row of the history; a node drawn twice has two entries that share its weight."""
-        drawn, weights = self.participants.drawn, self.weights
+        drawn, weights = list(self.participants.drawn), self.weights
         return {
             "round": self.round,
-            "loss": self.loss,
+            "loss": self._mean_loss(weights),
             "participants": drawn,
             "steps": [self.steps[i] for i in drawn],
             "weights": [weights.get(i, 0.0) / drawn.count(i) for i in drawn],
