@@ -37,6 +37,11 @@ class FailureDetector:
         self._stalled: dict[int, float] = {}  # how long each node has been at its place
         self._last_look = membership.clock.now()
 
+    @property
+    def knows_nothing(self) -> bool:
+        """Whether the store has not answered for a while: what is known of the others is old."""
+        return self._unanswered > 2 * HEARTBEAT_S
+
     async def look(self) -> None:
         """Raise `NodeLost` where a node is to be named."""
         membership, heartbeat, now = self._membership, self._heartbeat, self._membership.clock.now()
@@ -155,8 +160,8 @@ class FailureDetector:
         earlier exchange either waits itself, and is followed, or is busy, and is the one.
         """
         receiver, ages = self._membership.node, self._heartbeat.ages
-        if self._unanswered > 2 * HEARTBEAT_S or receiver not in self._places:
-            return None  # what is known of the others is old, or nothing is known yet
+        if self.knows_nothing or receiver not in self._places:
+            return None
         while True:
             place = self._places[receiver]
             sender = place.waiting_for

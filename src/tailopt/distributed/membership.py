@@ -154,7 +154,8 @@ class Membership:
         self.heartbeat.call, self.heartbeat.sequence = call, self.heartbeat.sequence - 1
         self.heartbeat.poll_fast()
         detector, until = FailureDetector(self, call, closed=closed), self.clock.now() + self.timeouts.timeout
-        while self.clock.now() < until:
+        # nothing is known of the other node while the store does not answer: `look` ends that
+        while self.clock.now() < until or detector.knows_nothing:
             await detector.look()
             await self.clock.sleep(FAST_POLL_S)
         await self.accuse(

@@ -32,6 +32,7 @@ REGRESSIONS = {
     20422: "the node that served the store left while another one still waited",
     21123: "the node that served the store was paused, and named one that had given it up",
     23029: "a pause of the store was counted as the absence of a node",
+    48276: "a node without signs of life was said to show some, while the store did not answer",
     27141: "the store went while a node waited for two others",
 }
 
