@@ -245,6 +245,7 @@ class Membership:
         heartbeat.poll_fast()
         known, until = heartbeat.signs_seen(), self.clock.now() + DRAIN_S
         while not heartbeat.store_error:
+            known = {**heartbeat.signs_seen(), **known}  # the first sign that is read of a node may be an old one
             fresh = self.clock.now() >= until  # every node that lives has written another sign since
             if (error is not None and fresh) or not self._needed(known, fresh, error is not None):
                 break

@@ -33,6 +33,7 @@ REGRESSIONS = {
     21123: "the node that served the store was paused, and named one that had given it up",
     23029: "a pause of the store was counted as the absence of a node",
     48276: "a node without signs of life was said to show some, while the store did not answer",
+    62870: "an old sign of a node was taken for a new one, and the store went while it waited",
     27141: "the store went while a node waited for two others",
 }
 
