@@ -96,6 +96,7 @@ class BiClip(ClippingOptimizer):
         self._threshold_check = ThresholdCheck()
 
     def lower_thresholds(self, group: Group) -> list[tuple[str, Number]]:
+        """Return the settings of a group that must not exceed u: d, and a dead zone that is a number."""
         dead_zone = group["dead_zone"]
         if isinstance(dead_zone, str) and dead_zone != "auto":
             raise ValueError(f'Invalid dead_zone: {dead_zone!r}; need a number with 0 <= dead_zone <= u, or "auto".')

@@ -85,6 +85,7 @@ class Clipped(Optimizer):
 
     @param_groups.setter
     def param_groups(self, value: list[Group]) -> None:
+        """Set the wrapped optimizer's groups."""
         self.optimizer.param_groups = value
 
     @property
@@ -94,6 +95,7 @@ class Clipped(Optimizer):
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
+        """Set the wrapped optimizer's state."""
         self.optimizer.state = value
 
     @property
@@ -103,6 +105,7 @@ class Clipped(Optimizer):
 
     @defaults.setter
     def defaults(self, value: dict[str, Any]) -> None:
+        """Set the wrapped optimizer's defaults."""
         self.optimizer.defaults = value
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -153,6 +153,7 @@ class ClippingOptimizer(Optimizer):
     # ---- groups ----
 
     def add_param_group(self, param_group: Group) -> None:
+        """Add a group as torch does, after its settings and parameters have been validated."""
         if isinstance(param_group, dict) and "params" in param_group:
             merged = {**self.defaults, **{k: v if k == "params" else _plain_value(v) for k, v in param_group.items()}}
             if not isinstance(merged["params"], Tensor | list | set):

@@ -79,6 +79,7 @@ class L2Clip(ClippingOptimizer):
         super().__init__(params, defaults)
 
     def check(self, group: Group, params: Sequence[Tensor] = (), at_step: bool = False) -> None:
+        """Refuse a scope that does not exist, and thresholds that are not single numbers."""
         if group["scope"] not in SCOPES:
             raise ValueError(f"Invalid scope: {group['scope']!r}; need one of {', '.join(SCOPES)}.")
         for name in ("u", "d"):
