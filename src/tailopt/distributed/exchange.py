@@ -284,7 +284,7 @@ class Exchange:
     ) -> list[Header]:
         """Every node's header; this partition of all participants' displacements is in `received` then.
 
-        Another number of elements ends the run; a header of another round or node is left out later.
+        A wrong number of elements raises Damaged. A header with a wrong round or node number only excludes its sender.
         """
         here, shares = self.transport.node, participants.shares
         takes_part, nothing = here in shares, self.delta[:0]
@@ -301,7 +301,7 @@ class Exchange:
         return headers
 
     def _check_headers(self, t: int, participants: Participants, headers: Sequence[Header], terms: Terms) -> None:
-        """Raise unless all nodes end a round, with as many elements and the weights that this node knows."""
+        """Raise unless every node ends a round, with this node's number of elements and its expected share."""
         for k, header in enumerate(headers):
             if header.round < 0:
                 raise Damaged(f"Node {k} writes a checkpoint while node {self.transport.node} ends round {t}. {ALIKE}")

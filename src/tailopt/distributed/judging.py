@@ -1,7 +1,7 @@
 """What this node decides about the displacements of all nodes, from its own partition of them.
 
-ClipByValue are judged where they arrive. Norms need all partitions: their block sums are gathered, and all nodes decide
-the same.
+Single elements are judged by the node that receives them. A norm needs all partitions: their block sums are gathered,
+and all nodes decide the same.
 """
 
 from __future__ import annotations

@@ -405,7 +405,7 @@ class NestedOptimizer(Optimizer):
             self._records.log(text)
 
     def _note_diverged(self, row: Mapping[str, Any]) -> None:
-        """Note which nodes continue from their own weights; all nodes know, since the guard has no bound for them."""
+        """Note which nodes continue from their own weights: on every node, since the guard has no bound for them."""
         if self._policy.keeps_local_weights:
             lost = {e["node"] for e in row["excluded"] if e["reason"] == DROPPED}
             self._diverged = (self._diverged - set(row["participants"])) | lost

@@ -72,8 +72,8 @@ def outer_step(
 ) -> None:
     """Take the outer step on the negated mean displacement, by segment; the mean is used up.
 
-    A rule with state goes piece by piece, once it has it: several passes over what then is in the cache, and no
-    temporary tensors of the size of a parameter; less than half the time. It is elementwise, so the bits are the same.
+    Once its state exists, a rule with state steps in pieces that fit the cache, without temporary tensors of the size
+    of a parameter: that takes less than half the time. The rule is elementwise, so the bits are the same.
     """
     names = rule.state_names
     if not weights:  # the partition of this node is empty

@@ -1,4 +1,4 @@
-"""What a node states about its part of a round, by what a round is judged, and what all nodes then know of it."""
+"""Three records of a round: what a node states, the terms by which it is judged, and the report of all nodes."""
 
 from __future__ import annotations
 

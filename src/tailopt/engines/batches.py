@@ -35,7 +35,7 @@ class BatchSource(Protocol):
         """Return how many local steps a node takes in a round."""
 
     def batches(self, node: int, t: int, steps_done: int, steps: int) -> Iterator[Any]:
-        """Return the batches of a node's round, of which it has taken `steps_done` local steps before."""
+        """Return the batches of one round of a node that has taken `steps_done` local steps since the run began."""
 
 
 class FunctionBatches:

@@ -34,7 +34,7 @@ class Engine(Protocol):
     ) -> Iterator[Contribution]:
         """Train every participant of the next round, in ascending order.
 
-        keep_local: nodes that continue from where they end, so that it has to be kept.
+        keep_local: nodes whose last weights are kept, because they continue from them.
         """
 
     def commit(self, result: RoundResult) -> None:

@@ -86,7 +86,7 @@ class Loop:
         self.history: list[dict[str, Any]] = []
         self._engine, self._policy, self._hparams, self._reporting, self._run = engine, policy, hparams, reporting, run
         self._outer_cache = StepCache()
-        self._state_is_ahead = False  # of the history, while a round is being finished
+        self._state_is_ahead = False  # while the state contains a round whose row is not in the history yet
 
     def resume(self, state: GlobalState) -> None:
         """Continue from the last checkpoint of the run folder; from the beginning, where it has none."""

@@ -73,8 +73,8 @@ class ModelState:
         torch._foreach_copy_(self.weights, state.average)
         self.buffers.load(state.buffers)
 
-    def subtract(self, state: GlobalState, start: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
-        """Return the displacement from the start, by tensor and, where it is one, as one flat tensor.
+    def take_displacement(self, state: GlobalState, start: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+        """Return the displacement from the start: a list of tensors, and one flat tensor if they share one storage.
 
         It lies in the model's own memory where that has the arithmetic's type: load again before the next step.
         """

@@ -116,7 +116,7 @@ class Sequential:
         recorder = StatisticsRecorder("counts", len(model_state.params)) if training.statistics else None
         losses = self._local_steps(node, t, steps, inner, recorder)
         ended = model_state.local_state() if keep_local else None
-        delta, flat = model_state.subtract(state, start)
+        delta, flat = model_state.take_displacement(state, start)
         return Contribution(
             node=node,
             start=start,
@@ -149,7 +149,7 @@ class Sequential:
                     self._pending_probe = {"node": node, "round": t, "taken": steps_done, "digest": digest}
                 losses.append(self._backward(to_device(batch, self._device), params))
             except Exception as error:
-                raise _with_place(error, node, t, step) from error.__cause__
+                raise _with_location(error, node, t, step) from error.__cause__
             self._inner_step(params, inner, at(t, steps_done + step), recorder)
         for p in params:
             p.grad = None
@@ -208,7 +208,11 @@ class Sequential:
         return torch.autocast(self._device.type, dtype=self._autocast_dtype)
 
     def commit(self, result: RoundResult) -> None:
-        """Take over what the nodes of a finished round keep; an excluded node keeps what it had."""
+        """Take over what the nodes keep after a round.
+
+        The steps of every participant count. A node that the guard or a robust mean excluded keeps the inner state from
+        before the round; one whose contribution was lost keeps its new one.
+        """
         # not before the round is finished: a user may repair the data of a round that failed
         self.repeatability_probe = self._pending_probe
         for node, steps in result.settlement.steps.items():
@@ -291,7 +295,7 @@ def _mean(losses: Sequence[Tensor]) -> float:
     return sum(values) / len(values)
 
 
-def _with_place(error: Exception, node: int, t: int, step: int) -> Exception:
+def _with_location(error: Exception, node: int, t: int, step: int) -> Exception:
     """Add node, round and local step to an error of the user's own functions."""
     place = f"in node {node}, round {t}, local step {step}"
     if isinstance(error, StopIteration):

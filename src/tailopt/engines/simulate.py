@@ -23,7 +23,7 @@ from tailopt.engines.sequential import PRECISIONS, LocalTraining, Sequential
 from tailopt.records.folder import open_run
 from tailopt.records.run_config import storable
 from tailopt.rounds import robust
-from tailopt.rounds.drops import Loss
+from tailopt.rounds.drops import DropChooser
 from tailopt.rounds.hyperparameters import AlgorithmHyperparameters
 from tailopt.rounds.participants import Chooser, checked_weights
 from tailopt.rounds.policy import RoundPolicy
@@ -66,7 +66,7 @@ def simulate(
     participation: float | Chooser = 1.0,
     participants: int | None = None,
     sampling: str = "uniform",
-    drops: float | Loss = 0.0,
+    drops: float | DropChooser = 0.0,
     on_drop: str = "sync",
     projection: float | None = None,
     average: bool = False,
@@ -110,7 +110,8 @@ def simulate(
         drops: the probability that a contribution is lost after the local steps, or a function (round, generator) ->
             node numbers. The others renormalise; a round in which nothing arrives takes no outer step.
         on_drop: where a node whose contribution was lost goes on: "sync", from the synchronised weights, or "keep",
-            from its own; then its next displacement is everything since, and only its finiteness is judged.
+            from its own; its next displacement then includes the lost rounds, and the guard checks only that it is
+            finite.
         projection: a radius B: x <- x min(1, B / |x|) after every round.
         average: also keep the average of the rounds' weights, the r-th weighted by r.
         schedules: {"ilr": ...}: schedules of `tailopt.schedules`, functions of the round that return the value, or what
@@ -127,7 +128,7 @@ def simulate(
         checkpoint_every, keep: rounds between checkpoints, and how many are kept.
         loggers: functions that are given every row of the history.
         progress: show a line with the loss and the time left.
-        describe: what else stands in the run folder's configuration, and what replaces its entries.
+        describe: further entries of the run folder's configuration; they override entries of the same name.
 
     Examples:
         >>> import tailopt
@@ -175,11 +176,13 @@ def simulate(
         progress=progress,
     )
     simulation = _Simulation(model, algorithm, policy, loss, source, schedules, device, precision)
-    return simulation.run(reporting, _Records(run, resume, {"batch_size": batch_size}, describe or {}), inplace)
+    return simulation.run(
+        reporting, _RunFolderOptions(run, resume, {"batch_size": batch_size}, describe or {}), inplace
+    )
 
 
 @dataclass(frozen=True)
-class _Records:
+class _RunFolderOptions:
     """Where a simulation is recorded: its run folder, and what the configuration there holds besides."""
 
     folder: str | os.PathLike[str] | None
@@ -208,7 +211,7 @@ class _Simulation:
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, tuple(PRECISIONS))
 
-    def run(self, reporting: Reporting, records: _Records, inplace: bool) -> Result:
+    def run(self, reporting: Reporting, records: _RunFolderOptions, inplace: bool) -> Result:
         """Train, in the model itself or in a copy of it."""
         if records.folder is not None and self.batches.not_repeatable_because:
             raise ValueError(
@@ -222,7 +225,7 @@ class _Simulation:
         modes = [(module, module.training) for module in working.modules()]
         engine = Sequential(working, self._training(hparams, device, reporting.statistics, records))
         state = engine.initial_state(self.policy.average)
-        with _own_randomness(device):
+        with _restoring_global_rng(device):
             config = self._config(reporting.statistics, records)
             run = open_run(records.folder, config, records.resume) if records.folder is not None else None
             try:
@@ -245,7 +248,7 @@ class _Simulation:
         return Result(working, mean, loop.history, self.algorithm, self.policy.seed)
 
     def _training(
-        self, hparams: AlgorithmHyperparameters, device: torch.device, statistics: bool, records: _Records
+        self, hparams: AlgorithmHyperparameters, device: torch.device, statistics: bool, records: _RunFolderOptions
     ) -> LocalTraining:
         return LocalTraining(
             algorithm=self.algorithm,
@@ -259,7 +262,7 @@ class _Simulation:
             resumable=records.folder is not None,
         )
 
-    def _config(self, statistics: bool, records: _Records) -> dict[str, Any]:
+    def _config(self, statistics: bool, records: _RunFolderOptions) -> dict[str, Any]:
         """Return what the run folder says about this simulation.
 
         The order of the keys is part of the format: checkpoints contain the digest of config.toml.
@@ -343,7 +346,7 @@ def _check_model(model: torch.nn.Module, algorithm: Algorithm) -> None:
 
 
 @contextmanager
-def _own_randomness(device: torch.device) -> Iterator[None]:
+def _restoring_global_rng(device: torch.device) -> Iterator[None]:
     """Give every global generator its state back: a simulation seeds them, and its caller should not notice."""
     devices = [device] if device.type != "cpu" else []
     plain = random.getstate()

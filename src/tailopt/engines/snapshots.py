@@ -1,7 +1,7 @@
 """A simulation as a checkpoint: what it writes to continue later, and how it is restored.
 
-The global state is one file, and every node that keeps something has its own. Nothing is changed by a checkpoint that
-belongs to another run or another model, or that lacks something: that is refused first.
+The global state is one file, and every node that keeps something has its own. A checkpoint of another run or model, or
+an incomplete one, is refused before any state changes.
 """
 
 from __future__ import annotations

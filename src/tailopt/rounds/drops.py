@@ -19,7 +19,7 @@ from tailopt.seeds import generator
 
 ON_DROP = ("sync", "keep")
 DROPPED = "dropped"
-Loss = Callable[[int, torch.Generator], Iterable[int]]
+DropChooser = Callable[[int, torch.Generator], Iterable[int]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Drops:
     """
 
     nodes: int
-    lost: float | Loss = 0.0
+    lost: float | DropChooser = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:

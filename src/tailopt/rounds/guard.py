@@ -86,7 +86,7 @@ def _affine(left: Any, before: Any, more: Any) -> Any:
 
 
 def clearly_within(flat: Tensor, limit: Bound) -> bool:
-    """Return whether every element is within the least that the bound can be; False means that nothing is decided."""
+    """Return True if every magnitude is at most `a`, so that no exact check is needed; False decides nothing."""
     if limit.kind != "coordinate" or isinstance(limit.a, (Tensor, list)) or not flat.numel():
         return False
     low, high = torch.aminmax(flat)
@@ -147,16 +147,16 @@ def _beyond_coordinates(
 ) -> Exclusion | None:
     a, c = ([per_param(value, i) for i in range(len(names))] for value in (limit.a, limit.c))
     # a is the least that b can be, and nearly always the largest magnitude is within it: no second pass then
-    close = [i for i, top in enumerate(tops) if isinstance(a[i], Tensor) or not top <= a[i]]
+    undecided = [i for i, top in enumerate(tops) if isinstance(a[i], Tensor) or not top <= a[i]]
     kernel = library.loaded()
     by_kernel: dict[int, tuple[int, float] | None] = {}
     if kernel is not None:
-        fast = [i for i in close if _kernel_takes(delta[i], start[i]) and not isinstance(a[i] + c[i], Tensor)]
+        fast = [i for i in undecided if _kernel_takes(delta[i], start[i]) and not isinstance(a[i] + c[i], Tensor)]
         pairs = [delta[i] for i in fast], [start[i] for i in fast]
         coefficients = [a[i] for i in fast], [c[i] for i in fast]
         worst_by_kernel = kernel.flat.beyond(*pairs, *coefficients, 1 + SLACK, limit.steps + 2)
         by_kernel.update(zip(fast, worst_by_kernel, strict=True))
-    for i in close:
+    for i in undecided:
         worst = by_kernel[i] if i in by_kernel else _farthest(delta[i], start[i], a[i], c[i], limit.steps)
         if worst is not None:
             at, most = worst

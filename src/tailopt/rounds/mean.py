@@ -56,7 +56,7 @@ class WeightedMean:
         return self._acc
 
 
-class BufferedMean:
+class CollectedMean:
     """A mean that needs all displacements at once. They must not change until the result is taken."""
 
     def __init__(self, combine: Callable[[Displacements], list[Tensor]]) -> None:
@@ -75,15 +75,15 @@ class BufferedMean:
 class BufferMean:
     """The mean of the model's buffers: floating-point ones are averaged, integer ones take the maximum."""
 
-    def __init__(self, new_mean: Callable[[], WeightedMean | BufferedMean] = WeightedMean) -> None:
+    def __init__(self, new_mean: Callable[[], WeightedMean | CollectedMean] = WeightedMean) -> None:
         self._new_mean = new_mean
-        self._means: dict[str, WeightedMean | BufferedMean] = {}
+        self._means: dict[str, WeightedMean | CollectedMean] = {}
         self._maxima: dict[str, Tensor] = {}
 
     @classmethod
     def median(cls) -> BufferMean:
         """Take the coordinate median of floating-point buffers: what goes with a robust mean of displacements."""
-        return cls(partial(BufferedMean, coordinate_median))
+        return cls(partial(CollectedMean, coordinate_median))
 
     def add(self, buffers: Mapping[str, Tensor], share: float) -> None:
         """Add one node's buffers."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from tailopt.arguments import check_choice, check_counts, check_flags, checked_seed, is_number
 from tailopt.rounds import robust
-from tailopt.rounds.drops import ON_DROP, Drops, Loss
+from tailopt.rounds.drops import ON_DROP, DropChooser, Drops
 from tailopt.rounds.participants import SAMPLINGS, Chooser, Participants, Sampling, checked_weights, how_many
 
 INNER_STATES = ("keep", "reset")
@@ -61,7 +61,7 @@ class RoundPolicy:
     participation: float | Chooser = 1.0
     participants: int | None = None
     sampling: str = "uniform"
-    drops: float | Loss | None = None
+    drops: float | DropChooser | None = None
     on_drop: str = "sync"
     projection: float | None = None
     average: bool = False

@@ -25,7 +25,7 @@ from tailopt.clipping.step_cache import StepCache
 from tailopt.rounds.block_norm import norm
 from tailopt.rounds.drops import Dropped
 from tailopt.rounds.guard import Bound, Exclusion, check_displacement, clearly_within
-from tailopt.rounds.mean import BufferedMean, BufferMean, WeightedMean
+from tailopt.rounds.mean import BufferMean, CollectedMean, WeightedMean
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.policy import RoundPolicy
 from tailopt.rounds.settle import Settlement, settle
@@ -57,7 +57,7 @@ class GlobalState:
 
 @dataclass(frozen=True, slots=True)
 class LocalState:
-    """Where a node continues that keeps its own weights after a loss: copies in the model's own types."""
+    """Copies of weights and buffers, in the model's types: a node whose contribution was lost continues from them."""
 
     weights: list[Tensor]
     buffers: dict[str, Tensor]
@@ -137,7 +137,7 @@ class RoundMean:
         self._state, self._participants, self._guard, self._lost = state, participants, policy.guard, lost
         self._robust = policy.robust_mean
         combine = None if self._robust is None else self._robust.combine()
-        self._delta = WeightedMean() if combine is None else BufferedMean(combine)
+        self._delta = WeightedMean() if combine is None else CollectedMean(combine)
         self._buffers = BufferMean() if self._robust is None else BufferMean.median()
         self._waiting: list[Contribution] = []  # until a robust mean has seen all of them
         self._steps: dict[int, int] = {}
@@ -158,12 +158,12 @@ class RoundMean:
             copied = {name: b.clone() for name, b in c.buffers.items()}
             self._waiting.append(replace(c, flat=None, delta=[d.clone() for d in c.delta], buffers=copied))
         else:
-            self._count(c)
+            self._accumulate(c)
 
     def result(self) -> RoundResult:
         """Settle the round. Raises `EveryoneExcluded` where no displacement can be used."""
         if self._robust is not None:
-            self._count_all_but_outliers()
+            self._accumulate_all_but_outliers()
         settlement = settle(self._state.round + 1, self._participants, self._steps, self._excluded, self._losses)
         if not settlement.counted:
             return RoundResult(settlement, [], self._state.buffers, self._kept, [])
@@ -179,7 +179,7 @@ class RoundMean:
         state = self._state
         return check_displacement(c.node, c.delta, c.start, state.names, c.limit, c.buffers, state.buffers)
 
-    def _count(self, c: Contribution) -> None:
+    def _accumulate(self, c: Contribution) -> None:
         share = self._participants.shares[c.node]
         self._delta.add(c.delta if c.flat is None else [c.flat], share)
         if c.buffers:
@@ -189,7 +189,7 @@ class RoundMean:
         if c.statistics is not None:
             self._statistics.append(c.statistics)
 
-    def _count_all_but_outliers(self) -> None:
+    def _accumulate_all_but_outliers(self) -> None:
         assert self._robust is not None
         nodes = [c.node for c in self._waiting]
         outliers = self._robust.outliers([c.delta for c in self._waiting], nodes) if nodes else []
@@ -197,7 +197,7 @@ class RoundMean:
         left_out = {e.node for e in outliers}
         for c in self._waiting:
             if c.node not in left_out:
-                self._count(c)
+                self._accumulate(c)
 
     def _keep(self, c: Contribution) -> None:
         if c.inner is not None:
