@@ -118,7 +118,7 @@ def survive(server: forked.Server, clean: list[forked.End], seeds: list[int], fo
             said = lambda nodes=nodes: [nodes.said(k) for k in range(NODES)]  # noqa: E731
             assert nodes.wait(others, 60.0), (seed, strike, said())
             for k in others:
-                named(seed, strike, nodes.end(k))
+                named(seed, strike, nodes.end(k), k)
             with contextlib.suppress(ProcessLookupError):
                 nodes.signal(strike.node, signal.SIGKILL)
             assert nodes.wait([strike.node], 20.0), (seed, strike, said())
@@ -136,14 +136,18 @@ def survive(server: forked.Server, clean: list[forked.End], seeds: list[int], fo
                 assert end.value["history"] == clean[0].value["history"], (seed, strikes[seed])
 
 
-def named(seed: int, strike: Strike, end: forked.End) -> None:
-    """A node that was not struck has ended well, or names the one that was, and no other, in its last words."""
+def named(seed: int, strike: Strike, end: forked.End, node: int) -> None:
+    """A node that was not struck has ended well, or names the one that was, and no other, in its last words.
+
+    A node without an answer from the store cannot tell its owner from the link to it, and names both ends of the link.
+    """
     if end.status == 0:  # the strike came when this node had done its part
         return
     assert end.status == 1, (seed, strike, end.said)
     lost = re.findall(r"NodeLost: (.*)", end.said)
     assert lost, (seed, strike, end.said)
-    nodes = {int(k) for k in re.findall(r"[Nn]odes? (\d+)", lost[-1])}
+    words = lost[-1].replace(f"; it or the link from node {node} to it is at fault", "")
+    nodes = {int(k) for k in re.findall(r"[Nn]odes? (\d+)", words)}
     assert nodes == {strike.node}, (seed, strike, lost[-1])
 
 
