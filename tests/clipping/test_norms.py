@@ -96,6 +96,8 @@ def test_any_tensors_and_thresholds(traced: bool, dtype: torch.dtype, data: st.D
     grads = data.draw(tensors(DTYPES if wide else [t for t in DTYPES if t != torch.float64]))
     n = root(square_sum(grads))
     near = [float(n * f) for f in (Fraction(1, 2), Fraction(2)) if n * f < Fraction(torch.finfo(dtype).max)]
+    near = [torch.tensor(t, dtype=dtype).item() for t in near]  # a threshold is rounded to the type once: half of the
+    # least denormal is 0 there
     choice = st.sampled_from([0.0, INF, 1e-4, 1.0, 1e30, *near]) | numbers[dtype].map(abs)
     d, u = sorted((data.draw(choice), data.draw(choice)))
     if d == INF or any(0 < t < INF and abs(n - Fraction(t)) <= Fraction(1e-6) * n for t in (u, d)):
