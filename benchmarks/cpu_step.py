@@ -26,7 +26,7 @@ from torch import Tensor
 
 import tailopt
 from tailopt.clipping.dispatch import KERNELS
-from tailopt.clipping.kernels.kernel import Batch
+from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.reference import ClipByValue, Step
 from tailopt.native import library as native
 
@@ -65,7 +65,7 @@ def parameters(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor
 
 
 def kernel(name: str, params: list[Tensor]) -> Callable[[], None]:
-    batch = Batch(params, [p.grad for p in params], Step(ClipByValue(NUMBERS["u"], NUMBERS["d"]), lr=NUMBERS["lr"]))  # type: ignore[misc]
+    batch = StepGroup(params, [p.grad for p in params], Step(ClipByValue(NUMBERS["u"], NUMBERS["d"]), lr=NUMBERS["lr"]))  # type: ignore[misc]
 
     def run() -> None:
         with torch.no_grad():

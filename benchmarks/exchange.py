@@ -41,7 +41,7 @@ from tailopt.distributed import flat_kernels
 from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.interfaces import run as blocking
 from tailopt.distributed.node import Node
-from tailopt.distributed.terms import Statement, Terms
+from tailopt.distributed.round_records import JudgingCriteria, Statement
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.hyperparameters import outer_hyperparameters
 from tailopt.rounds.participants import Sampling
@@ -76,7 +76,7 @@ def competitors(size: str) -> tuple[dict[str, Callable[[], None]], Callable[[], 
     node.start()
     who = Sampling((1.0,) * transport.nodes, transport.nodes, "uniform", 0).draw(1)
     bound = Bound("coordinate", MOVED, 0.0, 1)
-    said, terms = Statement(1, bound, 0.0), Terms(expected=lambda node, steps: bound)
+    said, criteria = Statement(1, bound, 0.0), JudgingCriteria(expected_bound=lambda node, steps: bound)
     policy = RoundPolicy(rounds=None, local_steps=1, inner_state="keep")
     outer = outer_hyperparameters("nesterov", {"olr": 0.7, "momentum": 0.9}, node.exchange.names)
     part = node.exchange
@@ -89,7 +89,7 @@ def competitors(size: str) -> tuple[dict[str, Callable[[], None]], Callable[[], 
         blocking(part.share(node.x))
 
     def whole() -> None:
-        report = node.close_round(who, said, terms, outer, policy)
+        report = node.close_round(who, said, criteria, outer, policy)
         assert not report.settlement.excluded
 
     def move() -> None:

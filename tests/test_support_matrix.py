@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 import tailopt
 from tailopt import BiClip, L2Clip, biclip, biclip_l2, l2clip
 from tailopt.clipping.dispatch import KERNELS
-from tailopt.clipping.kernels.kernel import Batch
+from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.reference import ClipByValue, Step
 from tailopt.native.library import loaded
 
@@ -283,7 +283,7 @@ def which_kernels() -> list[str]:
             g = g.to_sparse() if is_sparse else g
             refused = kernel.refuses(p, g, step)
             if not refused:
-                kernel.run([Batch([p], [g], step)])
+                kernel.run([StepGroup([p], [g], step)])
                 close(p, [0.5, 1.0, 1.0, 0.625] if name == "dead zone" else STEPPED["biclip"])
             cells.append(notes.mark(refused) if refused else "yes")
         rows.append([f"`{kernel.name}`", *cells])

@@ -177,7 +177,7 @@ def algorithm(name: str, **settings: Any) -> Algorithm:
     by_side: dict[str, dict[str, Any]] = {}
     for side, rule in sides.items():
         need, may = _public_names(rule, side)
-        if side == "outer" and "dead_zone" in INNER[inner].options:
+        if side == "outer" and "dead_zone" in INNER[inner].defaults:
             # A coordinate that no node moved has no displacement to lift, so dead_zone is for the inner rule alone;
             # `scope` is for both.
             may -= {"dead_zone"}
@@ -203,7 +203,7 @@ def hparams_of(optimizer: str | type[Optimizer], settings: Mapping[str, Any], si
     rule = rule_of(optimizer, side)
     # A class of torch has its own keyword arguments, and fills in its own defaults.
     public = PUBLIC_NAMES[side] if isinstance(optimizer, str) else {}
-    defaults = dict(rule.options) if public else {}
+    defaults = dict(rule.defaults) if public else {}
     names = {key: public.get(key, key) for key in _keys(rule)}
     return {**defaults, **{key: settings[name] for key, name in names.items() if name in settings}}
 
@@ -294,15 +294,15 @@ def _by_spelling() -> dict[str, tuple[str, tuple[str, str]]]:
 
 
 def _keys(rule: Rule) -> tuple[str, ...]:
-    return (*rule.settings, *rule.options)
+    return (*rule.required, *rule.defaults)
 
 
 def _public_names(rule: Rule, side: str) -> tuple[set[str], set[str]]:
     """Return the public names of a rule's required and of its optional settings."""
     public = PUBLIC_NAMES[side] if rule in (OUTER if side == "outer" else INNER).values() else {}
     fixed = FIXED_KEYS[side] if public else set()
-    options = {public.get(key, key) for key in rule.options if key not in fixed}
-    return {public.get(key, key) for key in rule.settings}, options
+    options = {public.get(key, key) for key in rule.defaults if key not in fixed}
+    return {public.get(key, key) for key in rule.required}, options
 
 
 def _check_names(owner: str, settings: Mapping[str, Any], required: set[str], optional: set[str]) -> None:

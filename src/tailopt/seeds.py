@@ -11,13 +11,13 @@ import hashlib
 import torch
 
 
-def derive(seed: int, purpose: str, *numbers: int) -> int:
+def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
     """A seed in [0, 2**63) for one purpose, and for one round, node or step of it.
 
     Examples:
-        >>> derive(0, "participants", 3) == derive(0, "participants", 3)
+        >>> derive_seed(0, "participants", 3) == derive_seed(0, "participants", 3)
         True
-        >>> derive(0, "participants", 3) == derive(0, "order", 3)
+        >>> derive_seed(0, "participants", 3) == derive_seed(0, "order", 3)
         False
     """
     text = "/".join([str(seed), purpose, *map(str, numbers)])
@@ -35,8 +35,8 @@ def step_seed(base: int, step: int) -> int:
 
 
 def generator(seed: int, purpose: str, *numbers: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A fresh generator for one purpose, seeded by `derive`."""
+    """A fresh generator for one purpose, seeded by `derive_seed`."""
     new = (
         torch.Generator() if device == "cpu" else torch.Generator(device=device)
     )  # reading a device takes a microsecond
-    return new.manual_seed(derive(seed, purpose, *numbers))
+    return new.manual_seed(derive_seed(seed, purpose, *numbers))

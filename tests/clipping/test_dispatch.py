@@ -16,7 +16,7 @@ from tailopt.clipping import dispatch, reference
 from tailopt.clipping.counts import StatisticsRecorder
 from tailopt.clipping.dispatch import KERNELS, update, which
 from tailopt.clipping.kernels.chunked import CHUNK
-from tailopt.clipping.kernels.kernel import Batch, row
+from tailopt.clipping.kernels.kernel import StepGroup, row
 from tailopt.clipping.reference import ClipByValue, ScaleToNorm, Step
 from tailopt.native import library as native
 from tailopt.native.clip import Counters, StepRows
@@ -85,7 +85,7 @@ def expected(how: str, dtype: torch.dtype) -> list[Tensor]:
 
 def run(kernel: str, pairs: Sequence[tuple[Tensor, Tensor]], step: Step) -> list[Tensor]:
     params = [p.clone(memory_format=torch.preserve_format) for p, _ in pairs]
-    KERNELS[kernel].run([Batch(params, [g for _, g in pairs], step)])
+    KERNELS[kernel].run([StepGroup(params, [g for _, g in pairs], step)])
     return params
 
 
@@ -172,7 +172,7 @@ def test_any_list_of_tensors_by_default(kinds: list, how: str, data: st.DataObje
         params.append(p)
         grads.append(g)
         before.append(p.clone())
-    update([Batch(params, grads, step)])
+    update([StepGroup(params, grads, step)])
     for p, g, start in zip(params, grads, before, strict=True):
         assert same_bits(p, reference.step(start, g, step))
 
@@ -183,7 +183,7 @@ def test_several_batches_in_one_pass_keep_their_own_numbers() -> None:
     for k, how in enumerate(("plain", "decay", "dead zone", "maximize")):
         ps, gs = [special(100, d, k) for d in DTYPES], [special(100, d, k + 5) for d in DTYPES]
         want += [reference.step(p, g, STEPS[how]) for p, g in zip(ps, gs, strict=True)]
-        batches.append(Batch(ps, gs, STEPS[how]))
+        batches.append(StepGroup(ps, gs, STEPS[how]))
     update(batches)
     assert all(same_bits(p, w) for p, w in zip((p for b in batches for p in b.params), want, strict=True))
 
@@ -204,7 +204,7 @@ def test_version_counters_move_so_that_autograd_notices() -> None:
     w = torch.nn.Parameter(torch.randn(5))
     loss = (w * w).sum()
     with torch.no_grad():
-        update([Batch([w], [torch.ones(5)], STEPS["plain"])])
+        update([StepGroup([w], [torch.ones(5)], STEPS["plain"])])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -228,8 +228,8 @@ def test_the_missing_kernel_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(dispatch, "_warned", False)
     p = torch.zeros(4)
     with pytest.warns(UserWarning, match="no compiler"):
-        update([Batch([p], [torch.ones(4)], STEPS["plain"])])
-    update([Batch([p], [torch.ones(4)], STEPS["plain"])])  # a second warning would be an error here
+        update([StepGroup([p], [torch.ones(4)], STEPS["plain"])])
+    update([StepGroup([p], [torch.ones(4)], STEPS["plain"])])  # a second warning would be an error here
     assert torch.allclose(p, torch.full((4,), -0.01))
 
 
@@ -239,7 +239,7 @@ def test_a_recorder_counts_the_same_in_every_kernel() -> None:
     for kernel in (None, "single", "chunked"):
         recorder = StatisticsRecorder("sampled")
         recorder.begin_pass(1)
-        update([Batch([torch.zeros(70_001)], [g], STEPS["dead zone"], [0])], kernel, None, recorder)
+        update([StepGroup([torch.zeros(70_001)], [g], STEPS["dead zone"], [0])], kernel, None, recorder)
         seen.append(recorder.take(1)[0])
     assert seen[1] == seen[2]
     for name in ("elements", "zero", "below", "above", "nonfinite", "largest", "octaves", "logs"):

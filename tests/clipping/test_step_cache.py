@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tailopt.clipping import reference, step_cache
 from tailopt.clipping.dispatch import update
-from tailopt.clipping.kernels.kernel import Batch
+from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.reference import ClipByValue, ScaleToNorm, Step
 from tailopt.clipping.step_cache import StepCache
 
@@ -30,7 +30,7 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tens
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def check_step(batches: list[Batch], cache: StepCache | None) -> None:
+def check_step(batches: list[StepGroup], cache: StepCache | None) -> None:
     expected = [[reference.step(p, g, b.step) for p, g in zip(b.params, b.grads, strict=True)] for b in batches]
     update(batches, cache=cache)
     for batch, after in zip(batches, expected, strict=True):
@@ -54,7 +54,7 @@ def test_strides_types_sizes_and_swapped_tensors_are_noticed() -> None:
 
     def steps(p: Tensor, g: Tensor) -> None:
         expected = reference.step(p, g, step)
-        update([Batch([p], [g], step)], None, cache)
+        update([StepGroup([p], [g], step)], None, cache)
         assert torch.equal(p, expected)
 
     for _ in range(2):
@@ -105,7 +105,7 @@ def test_any_sequence_of_changes_gives_the_bits_of_the_reference(
         grads = [random_tensor(tuple(p.shape), p.dtype, seed + 100 * i + k) for k, p in enumerate(params)]  # new ones
         cuts = [len(params) * k // parts for k in range(parts + 1)]
         spans = list(zip(cuts, cuts[1:], strict=False))
-        check_step([Batch(params[a:b], grads[a:b], step) for a, b in spans], cache)
+        check_step([StepGroup(params[a:b], grads[a:b], step) for a, b in spans], cache)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -116,14 +116,14 @@ def test_a_tensor_lr_that_changes_in_place_is_read_in_every_step(parts: int) -> 
         lr.fill_(value)
         grads = [torch.ones(5) for _ in params]
         cut = 3 // parts
-        check_step([Batch(params[i : i + cut], grads[i : i + cut], step) for i in range(0, 3, cut)], cache)
+        check_step([StepGroup(params[i : i + cut], grads[i : i + cut], step) for i in range(0, 3, cut)], cache)
 
 
 def test_the_same_numbers_in_other_steps_and_signs_of_zero() -> None:
     """A schedule makes a new `Step` every time; -0 is another learning rate than 0."""
     cache, p = StepCache(), torch.tensor([-0.0, 0.0, 1.0])
     for lr in (0.0, -0.0, 0.0, 0.5, 0.5, math.nextafter(0.5, 1)):
-        check_step([Batch([p], [torch.tensor([1.0, -1.0, 2.0])], Step(ClipByValue(0.5, 0.1), lr))], cache)
+        check_step([StepGroup([p], [torch.tensor([1.0, -1.0, 2.0])], Step(ClipByValue(0.5, 0.1), lr))], cache)
 
 
 def test_one_cache_serves_the_gradients_of_many_nodes() -> None:
@@ -131,7 +131,7 @@ def test_one_cache_serves_the_gradients_of_many_nodes() -> None:
     cache, params = StepCache(), [torch.zeros(50), torch.zeros(3, 3)]
     for node in range(6):
         grads = [random_tensor(tuple(p.shape), p.dtype, node) for p in params]
-        check_step([Batch(params, grads, Step(ClipByValue(0.5, 0.1), 0.1))], cache)
+        check_step([StepGroup(params, grads, Step(ClipByValue(0.5, 0.1), 0.1))], cache)
         del grads
 
 
@@ -140,7 +140,7 @@ def test_a_parameter_that_appears_twice_steps_twice() -> None:
     cache, p, step = StepCache(), torch.zeros(50_000), Step(ClipByValue(0.5, 0.1), 1.0)
     for count in (1, 2, 2, 1):
         before = p.clone()
-        update([Batch([p] * count, [torch.ones(50_000)] * count, step)], cache=cache)
+        update([StepGroup([p] * count, [torch.ones(50_000)] * count, step)], cache=cache)
         assert torch.equal(p, before - 0.5 * count)
 
 
@@ -149,13 +149,13 @@ def test_freed_memory_is_noticed_with_a_warm_cache() -> None:
     cache, step = StepCache(), Step(ClipByValue(0.5, 0.1), 1.0)
     params, grads = [torch.zeros(8), torch.zeros(9)], [torch.ones(8), torch.ones(9)]
     for _ in range(2):
-        update([Batch(params, grads, step)], cache=cache)
+        update([StepGroup(params, grads, step)], cache=cache)
     grads[1].untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="has no memory"):
-        update([Batch(params, grads, step)], cache=cache)
+        update([StepGroup(params, grads, step)], cache=cache)
     params[0].untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="has no memory"):
-        update([Batch(params, [torch.ones(8), torch.ones(9)], step)], cache=cache)
+        update([StepGroup(params, [torch.ones(8), torch.ones(9)], step)], cache=cache)
 
 
 @pytest.mark.parametrize("threshold", ["number", "tensor"])
@@ -163,18 +163,18 @@ def test_a_cache_keeps_no_tensor_alive(threshold: str) -> None:
     u: Any = 0.5 if threshold == "number" else torch.tensor(0.5)
     cache, params, grads = StepCache(), [torch.zeros(8)], [torch.ones(8)]
     for _ in range(2):
-        update([Batch(params, grads, Step(ClipByValue(u, 0.1), 1.0))], cache=cache)
+        update([StepGroup(params, grads, Step(ClipByValue(u, 0.1), 1.0))], cache=cache)
     watched = [weakref.ref(t) for t in (*params, *grads, *([u] if threshold == "tensor" else []))]
     del params, grads, u
     gc.collect()
     assert [ref() for ref in watched] == [None] * len(watched)
-    check_step([Batch([torch.zeros(8)], [torch.ones(8)], Step(ClipByValue(0.5, 0.1), 1.0))], cache)
+    check_step([StepGroup([torch.zeros(8)], [torch.ones(8)], Step(ClipByValue(0.5, 0.1), 1.0))], cache)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
 def test_a_copy_of_a_cache_is_empty(copied: Any) -> None:
     cache, p = StepCache(), torch.zeros(8)
-    update([Batch([p], [torch.ones(8)], Step(ClipByValue(0.5, 0.1), 1.0))], cache=cache)
+    update([StepGroup([p], [torch.ones(8)], Step(ClipByValue(0.5, 0.1), 1.0))], cache=cache)
     assert len(cache.param_addresses) == 1 and len(copied(cache).param_addresses) == 0
 
 
@@ -183,4 +183,4 @@ def test_a_single_step_prepares_nothing_for_a_next_one(monkeypatch: pytest.Monke
         raise AssertionError("nobody will ask again")
 
     monkeypatch.setattr(step_cache, "_comparison", refuse)
-    check_step([Batch([torch.zeros(8)], [torch.ones(8)], Step(ClipByValue(0.5, 0.1), 1.0))], None)
+    check_step([StepGroup([torch.zeros(8)], [torch.ones(8)], Step(ClipByValue(0.5, 0.1), 1.0))], None)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tailopt
 from tailopt.clipping.dispatch import KERNELS
-from tailopt.clipping.kernels.kernel import Batch
+from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.reference import ClipByValue, Step
 
 pytestmark = [
@@ -84,8 +84,8 @@ def test_kernels_are_within_an_ulp_of_the_reference(kernel: str, dtype: torch.dt
     g[:5] = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf")])
     step = Step(ClipByValue(0.5, 0.1), lr=0.03, weight_decay=0.1)
     want, got = p.clone(), p.cuda()
-    KERNELS["reference"].run([Batch([want], [g], step)])
-    KERNELS[kernel].run([Batch([got], [g.cuda()], step)])
+    KERNELS["reference"].run([StepGroup([want], [g], step)])
+    KERNELS[kernel].run([StepGroup([got], [g.cuda()], step)])
     torch.testing.assert_close(got.cpu(), want, equal_nan=True, **tolerance(dtype))
 
 

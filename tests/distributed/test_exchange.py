@@ -21,7 +21,7 @@ from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.header import Damaged, Header
 from tailopt.distributed.interfaces import run
 from tailopt.distributed.layout import ALIGNMENT, Layout
-from tailopt.distributed.terms import Statement, Terms
+from tailopt.distributed.round_records import JudgingCriteria, Statement
 from tailopt.rounds.block_norm import BLOCK
 from tailopt.rounds.participants import Sampling
 
@@ -85,11 +85,11 @@ def test_headers_that_end_a_run(change: dict[str, Any], said: str | None) -> Non
     who = Sampling((1.0,), 1, "uniform", 0).draw(1)
     transport.change = change
     if said is None or said == "dropped":
-        report, _ = run(exchange.close(1, who, x, {}, {}, Statement(1), Terms()))
+        report, _ = run(exchange.exchange_and_settle(1, who, x, {}, {}, Statement(1), JudgingCriteria()))
         assert [e.reason for e in report.settlement.excluded] == ([said] if said else [])
     else:
         with pytest.raises(Damaged, match=said):
-            run(exchange.close(1, who, x, {}, {}, Statement(1), Terms()))
+            run(exchange.exchange_and_settle(1, who, x, {}, {}, Statement(1), JudgingCriteria()))
 
 
 def main(rank: int, store: str, out: str) -> None:
@@ -103,7 +103,11 @@ def main(rank: int, store: str, out: str) -> None:
     who = Sampling((1.0,) * NODES, NODES, "uniform", 0).draw(1)
     time.sleep(1.5 if rank == LATE else 0.0)
     try:
-        run(exchange.close(1, who, torch.zeros(exchange.layout.total), {}, {}, Statement(1), Terms()))
+        run(
+            exchange.exchange_and_settle(
+                1, who, torch.zeros(exchange.layout.total), {}, {}, Statement(1), JudgingCriteria()
+            )
+        )
         said = "nothing"
     except Damaged as error:
         said = str(error)

@@ -20,7 +20,7 @@ PROTOCOL = (
     "header",
     "heartbeat",
     "judging",
-    "limits",
+    "node_bounds",
     "membership",
     "roll_call",
     "transport",

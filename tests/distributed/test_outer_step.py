@@ -27,7 +27,7 @@ SIZES = (0, 1, outer_step.PIECE - 1, outer_step.PIECE, 2 * outer_step.PIECE + 17
 @pytest.mark.parametrize("by_tensor", [False, True], ids=["one lr", "lr by tensor and coordinate"])
 @pytest.mark.parametrize("name", OUTER)
 def test_pieces_have_the_bits_of_the_whole(name: str, by_tensor: bool) -> None:
-    rule, numbers = OUTER[name], {**OUTER[name].options, **NUMBERS[name]}
+    rule, numbers = OUTER[name], {**OUTER[name].defaults, **NUMBERS[name]}
     source = torch.Generator().manual_seed(0)
     if by_tensor and name not in ("avg", "biclip-l2"):
         numbers["lr"] = [torch.rand(n, generator=source) if i % 2 else 0.5 for i, n in enumerate(SIZES)]

@@ -390,5 +390,7 @@ def forged_weights(luck: random.Random, run: Path) -> Damage:
     newest = checkpoints.list_checkpoints(run)[-1]
     found = checkpoints.load(newest)
     found.tensors["global.weights.a"][0] += 1
-    checkpoints.save(run, found.round, found.tensors, found.nodes, found.meta, claim=checkpoints.Claim(found.stamp))
+    checkpoints.save(
+        run, found.round, found.tensors, found.nodes, found.meta, permit=checkpoints.WritePermit(found.stamp)
+    )
     return Damage("forged weights", {"history"})

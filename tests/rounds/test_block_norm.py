@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tailopt.rounds.block_norm import BLOCK, norm, squares
+from tailopt.rounds.block_norm import BLOCK, norm, sum_of_squares
 
 
 def random(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -31,7 +31,7 @@ def test_sums_of_blocks_are_added_in_order(n: int, dtype: torch.dtype) -> None:
     total = 0.0
     for start in range(0, n, BLOCK):
         total += (x[start : start + BLOCK].double() ** 2).sum().item()
-    assert squares(x) == total
+    assert sum_of_squares(x) == total
     assert norm([x]) == math.sqrt(total)
 
 
@@ -39,7 +39,7 @@ def test_tensors_are_added_in_order() -> None:
     tensors = [random(n) for n in (5, BLOCK + 3, 100, 7, 11, 13)]
     total = 0.0
     for t in tensors:
-        total += squares(t)
+        total += sum_of_squares(t)
     assert norm(iter(tensors)) == math.sqrt(total)
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tailopt
-from tailopt.clipping.operators import arithmetic
+from tailopt.clipping.operators import compute_dtype
 from tailopt.native import library
 from tailopt.rounds.guard import Bound, Exclusion, _farthest, _ulp_squares, bound, check_displacement
 from tailopt.rules.rule import Hyperparameters, Rule, State
@@ -71,7 +71,7 @@ def moved(rule: Rule, start: Sequence[Tensor], steps: Sequence[Hyperparameters],
     params, states = [x.clone() for x in start], [State() for _ in start]
     for k, numbers in enumerate(steps):
         rule.step(params, gradients(kind, start, seed, k, numbers.get("betas", (0.9, 0.999))), states, numbers)
-    return [(p.to(arithmetic(p.dtype)) - x.to(arithmetic(x.dtype))) for p, x in zip(params, start, strict=True)]
+    return [(p.to(compute_dtype(p.dtype)) - x.to(compute_dtype(x.dtype))) for p, x in zip(params, start, strict=True)]
 
 
 @st.composite
@@ -80,17 +80,17 @@ def rounds(draw: st.DrawFn, names: Sequence[str] = tuple(BOUNDED)) -> tuple[Rule
     rule = INNER[draw(st.sampled_from(names))]
     u = draw(st.sampled_from([1e-4, 0.3, 1.0, 50.0]))
     numbers: dict[str, Any] = {
-        **rule.options,
+        **rule.defaults,
         "lr": draw(st.sampled_from([1e-5, 3e-3, 0.1, 1.0])),
         "eps": draw(st.sampled_from([1e-8, 1e-3])),
         "u": u,
         "d": 0.0 if rule.name == "l2clip" else u * draw(st.sampled_from([0.0, 0.3, 1.0])),
     }
-    if "weight_decay" in rule.options:
+    if "weight_decay" in rule.defaults:
         numbers["weight_decay"] = draw(st.sampled_from([0.0, 0.01, 0.5, 1.5]))
-    if "betas" in rule.options:
+    if "betas" in rule.defaults:
         numbers["betas"] = draw(st.sampled_from(BETAS))
-    if "scope" in rule.options:
+    if "scope" in rule.defaults:
         numbers["scope"] = draw(st.sampled_from(["global", "tensor"]))
     if rule.name == "biclip" and draw(st.booleans()):
         numbers["u"] = [torch.linspace(0.5, 2.0, 4)[:, None] * u, u, torch.tensor(2.0 * u)]
@@ -159,10 +159,10 @@ def test_one_percent_beyond_is_excluded(
     rule, steps = what
     start = starts(seed, 1e-7 * max(float(h["lr"]) for h in steps), dtype)
     limit = bound(rule, steps)
-    a = limit.a[tensor] if isinstance(limit.a, list) else limit.a
+    a = limit.constant[tensor] if isinstance(limit.constant, list) else limit.constant
     if limit.kind is None or float(torch.as_tensor(a).max()) == 0:
         return
-    c = limit.c[tensor] if isinstance(limit.c, list) else limit.c
+    c = limit.slope[tensor] if isinstance(limit.slope, list) else limit.slope
     delta = [torch.zeros(x.shape, dtype=dtype) for x in start]
     x = start[tensor].abs()
     if limit.kind == "norm":
@@ -197,23 +197,25 @@ def test_bounds_by_hand() -> None:
     """b <- (1 - k) b + s + k |x|: two steps with lr 0.1, then 0.2, decay 0.5, u = 2."""
     steps = [{"lr": lr, "u": 2.0, "d": 0.0, "weight_decay": 0.5} for lr in (0.1, 0.2)]
     limit = bound(INNER["biclip"], steps)
-    assert limit.a == pytest.approx(0.9 * 0.2 + 0.4)
-    assert limit.c == pytest.approx(0.9 * 0.05 + 0.1)
+    assert limit.constant == pytest.approx(0.9 * 0.2 + 0.4)
+    assert limit.slope == pytest.approx(0.9 * 0.05 + 0.1)
     assert (limit.kind, limit.steps) == ("coordinate", 2)
-    assert bound(INNER["sign"], [{"lr": 0.1}] * 3).a == pytest.approx(0.3)
-    assert bound(INNER["adagrad"], [{"lr": 0.1}] * 3).a == pytest.approx(0.3)
+    assert bound(INNER["sign"], [{"lr": 0.1}] * 3).constant == pytest.approx(0.3)
+    assert bound(INNER["adagrad"], [{"lr": 0.1}] * 3).constant == pytest.approx(0.3)
     adam = {"lr": 0.1, "betas": (0.9, 0.999), "bias_correction": True}
-    assert bound(INNER["adam"], [adam] * 2).a == pytest.approx(2 * 0.1 * 0.1 / math.sqrt(0.001 * (1 - 0.81 / 0.999)))
+    assert bound(INNER["adam"], [adam] * 2).constant == pytest.approx(
+        2 * 0.1 * 0.1 / math.sqrt(0.001 * (1 - 0.81 / 0.999))
+    )
     norm = bound(INNER["l2clip"], [{"lr": 0.1, "u": 3.0}])
-    assert (norm.kind, norm.a) == ("norm", pytest.approx(0.3))
+    assert (norm.kind, norm.constant) == ("norm", pytest.approx(0.3))
     assert bound(INNER["l2clip"], [{"lr": 0.1, "u": 3.0, "scope": "tensor"}]).kind == "tensor norm"
 
 
 def test_bounds_for_each_parameter() -> None:
     numbers = {"lr": 0.5, "u": [1.0, torch.tensor([1.0, 2.0])], "d": [0.0, 0.0], "weight_decay": 0.2}
     limit = bound(INNER["biclip"], [numbers, numbers])
-    assert limit.a[0] == pytest.approx(0.9 * 0.5 + 0.5)
-    torch.testing.assert_close(limit.a[1], torch.tensor([0.95, 1.9]))
+    assert limit.constant[0] == pytest.approx(0.9 * 0.5 + 0.5)
+    torch.testing.assert_close(limit.constant[1], torch.tensor([0.95, 1.9]))
     start = [torch.zeros(2), torch.zeros(2)]
     assert (
         check_displacement(0, [torch.tensor([0.9, 0.9]), torch.tensor([0.9, 1.8])], start, ["a", "b"], limit, {})
@@ -259,7 +261,7 @@ def test_the_slack_is_units_in_the_last_place_of_the_parameters_type() -> None:
     limit = Bound("coordinate", 1e-6, 0.0, 2)
     for dtype in TYPES:
         start = [torch.ones(1, dtype=dtype)]
-        wide = arithmetic(dtype)
+        wide = compute_dtype(dtype)
         allowed = 1e-6 * 1.001 + 4 * torch.finfo(dtype).eps
         assert check_displacement(0, [torch.tensor([allowed * 0.999], dtype=wide)], start, ["w"], limit, {}) is None
         found = check_displacement(0, [torch.tensor([allowed * 1.001], dtype=wide)], start, ["w"], limit, {})
@@ -276,7 +278,7 @@ def test_the_slack_of_a_norm_covers_rounding_too() -> None:
         INNER["l2clip"].step(params, [torch.ones(16, dtype=torch.bfloat16)], [State()], numbers)
     delta = [params[0].float() - 1]
     limit = bound(INNER["l2clip"], [numbers] * 3)
-    assert float(delta[0].norm()) == 3 * 4 * unit > 1.5 * limit.a
+    assert float(delta[0].norm()) == 3 * 4 * unit > 1.5 * limit.constant
     assert check_displacement(0, delta, start, ["w"], limit, {}) is None
     assert check_displacement(0, [5 * delta[0]], start, ["w"], limit, {}) is not None
 
@@ -423,7 +425,7 @@ def test_ulps_of_a_norm_are_added_up_as_in_torch(data: st.DataObject, dtype: tor
     source = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
     n = data.draw(st.sampled_from([1, 7, 1025, 32_768, 32_769, 140_000]))
     x = magnitudes(data.draw, n, source).to(dtype)
-    wide = x.to(arithmetic(dtype)).abs().clamp(min=least)
+    wide = x.to(compute_dtype(dtype)).abs().clamp(min=least)
     info = torch.finfo(dtype)
     ulps = torch.ldexp(torch.full_like(wide, info.eps), torch.frexp(wide)[1] - 1)
     ulps = ulps.clamp(min=info.smallest_normal * info.eps)

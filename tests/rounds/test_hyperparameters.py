@@ -164,7 +164,7 @@ def test_the_limit_sums_the_rounds_own_steps() -> None:
     """Steps 6 to 8 of a node, scheduled by step and by round."""
     found = AlgorithmHyperparameters(bi2clip(), {"ilr": power(-1.0, per="step"), "i_u": power(1.0)}, NAMES)
     limit = found.inner.bound(2, 5, 3)
-    assert limit.a == pytest.approx(sum(0.5 / k * 2.0 for k in (6, 7, 8)))
+    assert limit.constant == pytest.approx(sum(0.5 / k * 2.0 for k in (6, 7, 8)))
     assert (limit.kind, limit.steps) == ("coordinate", 3)
     assert limit == bound(found.inner.rule, [found.inner.at(2, k) for k in (5, 6, 7)])
     assert found.inner.bound(2, 6, 3) != limit
@@ -172,8 +172,8 @@ def test_the_limit_sums_the_rounds_own_steps() -> None:
 
 def test_limits_of_nodes_that_take_other_steps() -> None:
     found = AlgorithmHyperparameters(bi2clip(), None, NAMES)
-    assert found.inner.bound(1, 0, 2).a == pytest.approx(1.0)
-    assert found.inner.bound(1, 0, 4).a == pytest.approx(2.0)
+    assert found.inner.bound(1, 0, 2).constant == pytest.approx(1.0)
+    assert found.inner.bound(1, 0, 4).constant == pytest.approx(2.0)
     assert found.inner.bound(7, 100, 4) is found.inner.bound(1, 0, 4), "constant settings are worked out once"
 
 
@@ -189,7 +189,7 @@ def test_tensors_are_handed_on_as_they_are() -> None:
     rows: Tensor = torch.tensor([[0.5], [1.5]])
     found = AlgorithmHyperparameters(tailopt.algorithm("avg-biclip", ilr=0.1, i_u=rows, i_d=0.0), None, ["w"])
     assert found.inner.at(1, 0)["u"] is rows
-    torch.testing.assert_close(found.inner.bound(1, 0, 2).a, 0.2 * rows)
+    torch.testing.assert_close(found.inner.bound(1, 0, 2).constant, 0.2 * rows)
 
 
 def test_schedules_are_described_by_what_they_give() -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailopt.rounds.participants import Sampling, checked_weights, how_many
+from tailopt.rounds.participants import Sampling, checked_weights, participant_count
 from tailopt.seeds import generator
 
 
@@ -28,44 +28,44 @@ def sampling(n: int = 6, count: Any = 3, kind: str = "uniform", seed: int = 0, w
 )
 def test_fractions(nodes: int, fraction: float, wanted: int) -> None:
     """max(1, round(f N)), ties to even as Python rounds."""
-    assert how_many(nodes, fraction, None) == wanted
+    assert participant_count(nodes, fraction, None) == wanted
 
 
 @pytest.mark.parametrize("count", [1, 4, 10])
 def test_counts(count: int) -> None:
-    assert how_many(10, 1.0, count) == count
+    assert participant_count(10, 1.0, count) == count
 
 
 def test_functions_choose_themselves() -> None:
     def chosen(t: int, source: torch.Generator) -> list[int]:
         return [t]
 
-    assert how_many(10, chosen, None) is chosen
+    assert participant_count(10, chosen, None) is chosen
     with pytest.raises(ValueError, match="not both"):
-        how_many(10, chosen, 3)
+        participant_count(10, chosen, 3)
 
 
 @pytest.mark.parametrize("bad", [1, 3, True])
 def test_a_count_for_a_fraction_names_both_spellings(bad: Any) -> None:
     with pytest.raises(ValueError, match=rf"participation=0.5, or a count: participants={bad}"):
-        how_many(10, bad, None)
+        participant_count(10, bad, None)
 
 
 @pytest.mark.parametrize("bad", [0.0, -0.5, 1.5, math.nan, math.inf])
 def test_fractions_out_of_range(bad: float) -> None:
     with pytest.raises(ValueError, match=r"need a fraction in \(0, 1\]"):
-        how_many(10, bad, None)
+        participant_count(10, bad, None)
 
 
 @pytest.mark.parametrize("bad", [0, -1, 11, 2.0, True, "3"])
 def test_counts_out_of_range(bad: Any) -> None:
     with pytest.raises(ValueError, match="need a count from 1 to 10, the nodes there are"):
-        how_many(10, 1.0, bad)
+        participant_count(10, 1.0, bad)
 
 
 def test_a_fraction_and_a_count_exclude_each_other() -> None:
     with pytest.raises(ValueError, match=r"participation=0.5 or participants=3, not both"):
-        how_many(10, 0.5, 3)
+        participant_count(10, 0.5, 3)
 
 
 # Weights

@@ -272,9 +272,9 @@ def reused(deltas: Sequence[float], buffers: Sequence[float] | None = None) -> I
             delta=[memory],
             buffers={"running": running, "count": count},
             loss=float(node),
-            limit=Bound(None),
+            movement_bound=Bound(None),
             steps=4,
-            inner=[{"node": node}],
+            inner_state=[{"node": node}],
             statistics=node,
         )
 
@@ -316,7 +316,7 @@ def test_median_norm_excludes_by_name() -> None:
     assert found.value == pytest.approx(1e6 * math.sqrt(3)) and found.bound == pytest.approx(6 * math.sqrt(3))
     assert str(found) == "node 2: far above the median norm in all tensors (1.73e+06, up to 10.4 counts)"
     assert result.settlement.weights == dict.fromkeys((0, 1, 3), 1 / 3)
-    assert result.settlement.losses.keys() == result.kept.inner.keys() == {0, 1, 3}
+    assert result.settlement.losses.keys() == result.kept.inner_states.keys() == {0, 1, 3}
     assert result.statistics == [0, 1, 3]
     assert result.settlement.steps.keys() == {0, 1, 2, 3}
 

@@ -170,7 +170,7 @@ def test_the_report_has_what_the_nodes_keep() -> None:
     ]
     result = mean_of(state([torch.zeros(1)]), sent, who([0.5, 0.5]))
     assert result.settlement.steps == {0: 3, 1: 4}
-    assert (result.kept.inner, result.statistics, result.settlement.weights) == ({0: kept}, ["s"], {0: 1.0})
+    assert (result.kept.inner_states, result.statistics, result.settlement.weights) == ({0: kept}, ["s"], {0: 1.0})
 
 
 # The outer step, projection, the average

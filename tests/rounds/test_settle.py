@@ -58,7 +58,7 @@ def test_a_node_drawn_twice_has_two_entries_that_share_its_weight() -> None:
 def test_a_round_in_which_everything_was_lost_has_no_weights() -> None:
     who = Participants([0, 1], {0: 0.5, 1: 0.5})
     settlement = settle(1, who, {0: 3, 1: 3}, [Dropped.of(0), Dropped.of(1)], {})
-    assert not settlement.counted and not settlement.losses
+    assert not settlement.counted_shares and not settlement.losses
     row = settlement.history_row({}, {})
     assert math.isnan(row["loss"]) and row["weights"] == [0.0, 0.0] and row["steps"] == [3, 3]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tailopt
-from tailopt.rules.rule import Rule, State, as_list, per_param, product
+from tailopt.rules.rule import Rule, State, as_list, product, value_for_param
 from tailopt.rules.table import INNER, OUTER
 from tailopt.rules.torch_optim import torch_rule
 
@@ -46,7 +46,7 @@ def by_rule(rule: Rule, numbers: Mapping[str, Any], dtype: torch.dtype, steps: i
     params, states = tensors(0, dtype), [State() for _ in SHAPES]
     seen = []
     for grads in gradients(dtype, steps):
-        rule.step(params, grads, states, {**rule.options, **numbers})
+        rule.step(params, grads, states, {**rule.defaults, **numbers})
         seen.append([p.clone() for p in params])
     return seen
 
@@ -158,7 +158,7 @@ def test_outer_rules_have_the_bits_of_torch(
 def test_outer_adam_without_bias_correction() -> None:
     """m = (1 - b1) g, v = (1 - b2) g^2: the first step is lr * (1 - b1) / sqrt(1 - b2) = lr, in the sign of g."""
     x, g = torch.zeros(4, dtype=torch.float64), torch.tensor([3.0, -1e-3, 100.0, 0.0], dtype=torch.float64)
-    OUTER["adam"].step([x], [g], [{}], {**OUTER["adam"].options, "lr": 0.2, "eps": 0.0})
+    OUTER["adam"].step([x], [g], [{}], {**OUTER["adam"].defaults, "lr": 0.2, "eps": 0.0})
     torch.testing.assert_close(x, torch.tensor([-0.2, 0.2, -0.2, 0.0], dtype=torch.float64), rtol=1e-12, atol=0)
 
 
@@ -176,7 +176,7 @@ def test_the_second_moment_of_raw_adam_is_not_corrected() -> None:
 def test_without_epsilon_a_zero_gradient_moves_nothing(name: str) -> None:
     """0/0 is 0, also after a coordinate beside it has moved; then with a gradient it moves as it would have."""
     rule = INNER[name]
-    numbers = {**rule.options, "lr": 0.1, "eps": 0.0, "u": 1.0, "d": 0.0, "weight_decay": 0.0}
+    numbers = {**rule.defaults, "lr": 0.1, "eps": 0.0, "u": 1.0, "d": 0.0, "weight_decay": 0.0}
     x, states = torch.tensor([1.0, -2.0, -0.0]), [State()]
     for _ in range(3):
         rule.step([x], [torch.tensor([0.5, 0.0, 0.0])], states, numbers)
@@ -190,7 +190,7 @@ def test_without_epsilon_a_zero_displacement_moves_nothing(name: str) -> None:
     rule = OUTER[name]
     x, states = torch.tensor([1.0, -2.0]), [State()]
     for _ in range(3):
-        rule.step([x], [torch.tensor([0.5, 0.0])], states, {**rule.options, "lr": 0.1, "eps": 0.0})
+        rule.step([x], [torch.tensor([0.5, 0.0])], states, {**rule.defaults, "lr": 0.1, "eps": 0.0})
     assert x[0] < 1.0 and x[1] == -2.0
 
 
@@ -199,7 +199,7 @@ def test_without_epsilon_a_gradient_too_small_to_square_moves_nothing(table: str
     """Its root is 0, and a step of infinity would end the run."""
     rule = (INNER if table == "inner" else OUTER)[name]
     x = torch.ones(2)
-    rule.step([x], [torch.tensor([1e-30, 1.0])], [State()], {**rule.options, "lr": 0.1, "eps": 0.0})
+    rule.step([x], [torch.tensor([1e-30, 1.0])], [State()], {**rule.defaults, "lr": 0.1, "eps": 0.0})
     assert x[0] == 1.0 and x[1] < 1.0
 
 
@@ -207,7 +207,7 @@ def test_without_epsilon_a_gradient_too_small_to_square_moves_nothing(table: str
 def test_zero_gradients_keep_a_fresh_parameter(name: str) -> None:
     rule = INNER[name]
     x = torch.tensor([1.5, -2.0])
-    numbers = {**rule.options, "lr": 0.1, "eps": 0.0, "u": 1.0, "d": 0.5 if name != "l2clip" else 0.0}
+    numbers = {**rule.defaults, "lr": 0.1, "eps": 0.0, "u": 1.0, "d": 0.5 if name != "l2clip" else 0.0}
     rule.step([x], [torch.zeros(2)], [State()], {**numbers, "weight_decay": 0.0})
     assert x.tolist() == [1.5, -2.0]
 
@@ -216,8 +216,8 @@ def test_zero_gradients_keep_a_fresh_parameter(name: str) -> None:
 def test_state_is_what_the_rule_says(table: str, name: str) -> None:
     """Its tensors have the names that the rule gives, and the parameter's shape and type."""
     rule = (INNER if table == "inner" else OUTER)[name]
-    numbers = {**rule.options, "lr": 0.1, "eps": 1e-3, "u": 1.0, "d": 0.5 if name != "l2clip" else 0.0}
-    momentum = {"momentum": 0.9} if "momentum" in {*rule.options, *rule.settings} else {}
+    numbers = {**rule.defaults, "lr": 0.1, "eps": 1e-3, "u": 1.0, "d": 0.5 if name != "l2clip" else 0.0}
+    momentum = {"momentum": 0.9} if "momentum" in {*rule.defaults, *rule.required} else {}
     state = State()
     rule.step([torch.ones(3)], [torch.ones(3)], [state], {**numbers, **momentum})
     held = {key: value for key, value in state.items() if isinstance(value, Tensor)}
@@ -305,7 +305,7 @@ def test_adam_on_top_of_biclip(name: str, kind: Class, dtype: torch.dtype) -> No
 
 def test_adam_on_top_of_biclip_leaves_the_gradient_as_it_is() -> None:
     g = torch.tensor([5.0, -0.01])
-    numbers = {**INNER["biclip+adam"].options, "lr": 0.1, "eps": 1e-3, "u": 1.0, "d": 0.1}
+    numbers = {**INNER["biclip+adam"].defaults, "lr": 0.1, "eps": 1e-3, "u": 1.0, "d": 0.1}
     INNER["biclip+adam"].step([torch.zeros(2)], [g], [State()], numbers)
     assert g.tolist() == torch.tensor([5.0, -0.01]).tolist()
 
@@ -391,7 +391,7 @@ def run_slices(rule: Rule, numbers: Mapping[str, Any], dtype: torch.dtype) -> li
 
 def example(rule: Rule) -> dict[str, Any]:
     return {
-        **rule.options,
+        **rule.defaults,
         "lr": 0.07,
         "eps": 1e-3,
         "u": 0.8,
@@ -585,20 +585,20 @@ def test_a_class_takes_one_number_for_all_tensors(lr: Any) -> None:
 
 def test_a_class_has_its_keywords_for_options() -> None:
     rule = torch_rule(torch.optim.SGD)
-    assert rule.name == "SGD" and rule.settings == () and rule.options["momentum"] == 0
+    assert rule.name == "SGD" and rule.required == () and rule.defaults["momentum"] == 0
 
     class Strict(torch.optim.SGD):
         def __init__(self, params: Any, lr: float) -> None:
             super().__init__(params, lr)
 
-    assert torch_rule(Strict).settings == ("lr",)
+    assert torch_rule(Strict).required == ("lr",)
 
 
 # Small parts
 
 
 def test_numbers_of_parameters() -> None:
-    assert (per_param([1.0, 2.0], 1), per_param(3.0, 1)) == (2.0, 3.0)
+    assert (value_for_param([1.0, 2.0], 1), value_for_param(3.0, 1)) == (2.0, 3.0)
     assert (as_list([1.0], 1), as_list(2.0, 3)) == ([1.0], [2.0, 2.0, 2.0])
     assert product(2.0, 3.0) == 6.0
     assert product([1.0, 2.0], 3.0, [1.0, 10.0]) == [3.0, 60.0]

@@ -93,8 +93,8 @@ def settings(name: str) -> tuple[list[str], list[str]]:
     need: list[str] = []
     may: list[str] = []
     for level, rule in (("inner", INNER[inner]), ("outer", OUTER[outer])):
-        need += [PUBLIC_NAMES[level].get(key, key) for key in rule.settings]
-        may += [PUBLIC_NAMES[level].get(key, key) for key in rule.options if key not in FIXED_KEYS[level]]
+        need += [PUBLIC_NAMES[level].get(key, key) for key in rule.required]
+        may += [PUBLIC_NAMES[level].get(key, key) for key in rule.defaults if key not in FIXED_KEYS[level]]
     need += REQUIRED.get(name, ())
     return need, sorted({*may} - {*need} | ({"send_preconditioner"} if name == "adam2" else set()))
 

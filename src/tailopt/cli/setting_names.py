@@ -60,7 +60,7 @@ def algorithm_keys() -> set[str]:
         PUBLIC_NAMES[level].get(key, key)
         for level, table in (("outer", OUTER), ("inner", INNER))
         for rule in table.values()
-        for key in (*rule.settings, *rule.options)
+        for key in (*rule.required, *rule.defaults)
     }
     return names | {"inner_state", "send_preconditioner"}
 
@@ -82,8 +82,8 @@ def algorithm_settings(name: Any) -> set[str]:
         PUBLIC_NAMES[level].get(key, key)
         for level, rule, table in levels
         for key in (
-            *table[rule].settings,
-            *(option for option in table[rule].options if option not in FIXED_KEYS[level]),
+            *table[rule].required,
+            *(option for option in table[rule].defaults if option not in FIXED_KEYS[level]),
         )
     }
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tailopt.clipping.dtensor import is_dtensor
 from tailopt.clipping.memory import check_memory
-from tailopt.clipping.operators import arithmetic, check_thresholds, real_parts
+from tailopt.clipping.operators import check_thresholds, compute_dtype, real_parts
 from tailopt.native.calls import DTYPES, addresses, dtype_codes, sizes
 from tailopt.native.clip import Counters, StepRows, TensorTable
 from tailopt.native.library import loaded
@@ -183,7 +183,7 @@ def standardised(gradients: Tensor | Sequence[Tensor]) -> Tensor:
             "is so uncertain that it makes a heavy tail of its own."
         )
     rows = real_parts(stacked).detach()
-    rows = rows.to(arithmetic(rows.dtype)).reshape(rows.shape[0], -1)
+    rows = rows.to(compute_dtype(rows.dtype)).reshape(rows.shape[0], -1)
     centred = rows - rows.median(0).values
     deviation = centred.abs().median(0).values
     return (centred / deviation)[:, deviation > 0].reshape(-1)
@@ -195,7 +195,7 @@ def add(
     """Count these gradients into their slots; those that the C kernel takes in one pass of it."""
     kernel = loaded()
     by_kernel = [
-        i for i, g in enumerate(grads) if kernel and g.device.type == "cpu" and g.dtype in DTYPES and is_flat(g)
+        i for i, g in enumerate(grads) if kernel and g.device.type == "cpu" and g.dtype in DTYPES and is_gap_free(g)
     ]
     if kernel and by_kernel:
         dense = [grads[i] for i in by_kernel]
@@ -208,7 +208,7 @@ def add(
         count_in_torch(grads[i], slots[i], thresholds, counters)
 
 
-def is_flat(g: Tensor) -> bool:
+def is_gap_free(g: Tensor) -> bool:
     """Whether the elements lie in memory without gaps, in any order: a pass over it sees each of them once."""
     if g.is_neg():  # then memory holds the negatives
         return False
@@ -218,8 +218,8 @@ def is_flat(g: Tensor) -> bool:
 def count_in_torch(g: Tensor, slot: int, thresholds: tuple[float | Tensor, ...], counters: Counters) -> None:
     """The counting pass in torch, on the gradient's device, without a synchronisation."""
     g = real_parts(g)
-    u, d, dead = (t.to(arithmetic(g.dtype)) if isinstance(t, Tensor) else t for t in thresholds)
-    a = g.detach().to(arithmetic(g.dtype)).abs()
+    u, d, dead = (t.to(compute_dtype(g.dtype)) if isinstance(t, Tensor) else t for t in thresholds)
+    a = g.detach().to(compute_dtype(g.dtype)).abs()
     low, unmoved = a <= d, a <= dead
     finite = torch.isfinite(a)
     magnitudes = torch.where(finite, a, 0)
@@ -248,11 +248,11 @@ def moved_and_raised(g: Tensor, d: float | Tensor, dead_zone: float | Tensor) ->
     check needs little memory beside the gradients.
     """
     g = real_parts(g.detach())
-    thresholds = [t.to(arithmetic(g.dtype)) if isinstance(t, Tensor) else t for t in (d, dead_zone)]
+    thresholds = [t.to(compute_dtype(g.dtype)) if isinstance(t, Tensor) else t for t in (d, dead_zone)]
     plain = g.is_contiguous() and not any(isinstance(t, Tensor) and t.ndim for t in thresholds)
     moved, raised = torch.zeros(2, dtype=torch.int64, device=g.device).unbind()
     for piece in g.view(-1).split(PIECE) if plain else [g]:
-        a = piece.to(arithmetic(g.dtype)).abs()
+        a = piece.to(compute_dtype(g.dtype)).abs()
         beyond = ~(a <= thresholds[1])  # NaN too
         moved += beyond.sum()
         raised += (beyond & (a <= thresholds[0])).sum()

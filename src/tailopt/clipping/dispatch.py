@@ -21,7 +21,7 @@ from torch import Tensor
 from tailopt.clipping.counts import StatisticsRecorder, count_in_torch
 from tailopt.clipping.dtensor import is_dtensor, local_pair, local_part
 from tailopt.clipping.kernels import c, chunked, foreach, single
-from tailopt.clipping.kernels.kernel import Batch, Kernel, has_dimensions, is_scalar
+from tailopt.clipping.kernels.kernel import Kernel, StepGroup, has_dimensions, is_scalar
 from tailopt.clipping.memory import check_memory
 from tailopt.clipping.reference import Step
 from tailopt.clipping.step_cache import StepCache
@@ -71,7 +71,7 @@ def which(p: Tensor, g: Tensor, step: Step, kernel: str | None = None) -> Choice
 
 
 def update(
-    batches: Sequence[Batch],
+    batches: Sequence[StepGroup],
     kernel: str | None = None,
     cache: StepCache | None = None,
     recorder: StatisticsRecorder | None = None,
@@ -94,7 +94,7 @@ def update(
                 return
             _warn_once_of_missing_kernel()
     _check_tensors(batches)
-    by_kernel: dict[str, list[Batch]] = {}
+    by_kernel: dict[str, list[StepGroup]] = {}
     for batch in batches:
         for i, (p, g) in enumerate(zip(batch.params, batch.grads, strict=True)):
             p_part, g_part, step = _as_dense_local_reals(p, g, batch.step)
@@ -105,7 +105,7 @@ def update(
             name = which(p_part, g_part, step, kernel).kernel.name
             parts = by_kernel.setdefault(name, [])
             if not parts or parts[-1].step is not step:
-                parts.append(Batch([], [], step))
+                parts.append(StepGroup([], [], step))
             for p_piece, g_piece in _pieces(p_part, g_part, step):
                 parts[-1].params.append(p_piece)
                 parts[-1].grads.append(g_piece)
@@ -113,7 +113,7 @@ def update(
         KERNELS[name].run(parts)
 
 
-def _check_tensors(batches: Sequence[Batch]) -> None:
+def _check_tensors(batches: Sequence[StepGroup]) -> None:
     """Raise for what no kernel can step on, before any of them does: integers, as in torch's SGD, and freed memory."""
     for batch in batches:
         for p in batch.params:

@@ -91,7 +91,7 @@ def l2clip(x: Tensor, u: Number) -> Tensor:
     return biclip_l2(x, u, 0.0)
 
 
-def arithmetic(dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The real type that clipping a tensor of this type is computed in."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
@@ -236,5 +236,5 @@ def _by_parts(x: Tensor, clip: Callable[..., Tensor], u: Number, d: Number, *mor
         return torch.view_as_complex(_by_parts(torch.view_as_real(x.resolve_conj()), clip, *thresholds))
     if not x.is_floating_point():
         raise ValueError(f"Clipping takes floating or complex tensors, not {x.dtype}.")
-    wide = arithmetic(x.dtype)
+    wide = compute_dtype(x.dtype)
     return clip(x.to(wide), u, d, *more).to(x.dtype)

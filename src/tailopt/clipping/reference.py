@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tailopt.clipping.operators import Number, arithmetic, clip_coordinates
+from tailopt.clipping.operators import Number, clip_coordinates, compute_dtype
 
 
 class ClipByValue(NamedTuple):
@@ -65,7 +65,7 @@ def step(p: Tensor, g: Tensor, numbers: Step) -> Tensor:
         >>> step(p, g, Step(ClipByValue(u=0.5, d=0.1), lr=1.0))
         tensor([0.5000, 1.0000, 1.1000])
     """
-    dtype = arithmetic(p.dtype)
+    dtype = compute_dtype(p.dtype)
     wide, g = p.to(dtype), g.to(dtype)
     c = numbers.clip(-g if numbers.maximize else g)
     decayed = wide if numbers.weight_decay == 0 else wide * rounded(numbers.decay(dtype), dtype)

@@ -15,9 +15,9 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from tailopt.clipping.kernels.kernel import PLAIN_TYPES, Batch, row
+from tailopt.clipping.kernels.kernel import PLAIN_TYPES, StepGroup, row
 from tailopt.clipping.memory import check_memory
-from tailopt.clipping.operators import arithmetic
+from tailopt.clipping.operators import compute_dtype
 from tailopt.clipping.reference import Step
 from tailopt.native.calls import DTYPES, addresses, sizes
 from tailopt.native.clip import StepRows
@@ -37,7 +37,7 @@ class StepCache:
         self._reused = reused
         self._matches: Callable[..., bool] | None = None  # compares tensors with those of the last step
         self.sizes, self.dtype_codes = array("q"), array("i")
-        self._arithmetics: list[torch.dtype] = []  # by parameter
+        self._compute_dtypes: list[torch.dtype] = []  # by parameter
         self.param_addresses, self._grad_addresses = array("Q"), array("Q")
         self.distinct = True  # no parameter is in the list twice
         self._steps: list[Step] = []  # of the last batches; empty if a tensor that may change is among their numbers
@@ -73,7 +73,7 @@ class StepCache:
         """Sizes and types of parameters that the C kernel can take."""
         dtypes = list(map(_DTYPE, params))
         self.sizes, self.dtype_codes = sizes(params), array("i", [DTYPES[t] for t in dtypes])
-        self._arithmetics = [arithmetic(t) for t in dtypes]
+        self._compute_dtypes = [compute_dtype(t) for t in dtypes]
         self._steps, self._lengths = [], []
         self.param_addresses = self._grad_addresses = array("Q")
 
@@ -93,7 +93,7 @@ class StepCache:
             self._grad_addresses = now
         return now
 
-    def same_steps(self, batches: Sequence[Batch]) -> bool:
+    def same_steps(self, batches: Sequence[StepGroup]) -> bool:
         """Whether as many parameters take the very steps of last time, none of which can have changed."""
         if len(batches) != len(self._steps):
             return False
@@ -102,7 +102,7 @@ class StepCache:
                 return False
         return True
 
-    def rows(self, batches: Sequence[Batch]) -> StepRows:
+    def rows(self, batches: Sequence[StepGroup]) -> StepRows:
         """The numbers of the steps as the C kernel takes them, and which row of them every parameter gets."""
         if self.same_steps(batches):
             return StepRows(self._rows, self._row_of_param)
@@ -121,7 +121,7 @@ class StepCache:
         self._lengths, self._row_sources, self._row_of_param = lengths, [], array("i")
         for k, length in enumerate(lengths):
             start = len(self._row_of_param)
-            types = self._arithmetics[start : start + length]
+            types = self._compute_dtypes[start : start + length]
             row_of_type: dict[torch.dtype, int] = {}
             for dtype in set(types):
                 row_of_type[dtype] = len(self._row_sources)

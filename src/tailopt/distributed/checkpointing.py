@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,8 @@ from tailopt.rounds.settle import EveryoneExcluded
 if TYPE_CHECKING:
     from tailopt.distributed.node import Node
 
-FREE = ("rounds", "nodes", "weights")  # settings that may differ in a resumed run
+Moment = tuple[int, int | None]  # the round, and the local steps after it; None at the end of a round
+MAY_DIFFER_ON_RESUME = ("rounds", "nodes", "weights")  # settings that may differ in a resumed run
 # of the meta of a checkpoint
 NEEDED = {"writers": int, "story": list, "taken": list, "single": list, "nodes": dict, "global": dict}
 
@@ -95,7 +97,7 @@ class CheckpointCoordinator:
 
         def first() -> None:
             if self.ranks.number == 0:
-                self.run = open_run(self.folder, storable(config), resume, FREE)
+                self.run = open_run(self.folder, storable(config), resume, MAY_DIFFER_ON_RESUME)
 
         def others() -> None:
             if self.ranks.number:
@@ -161,62 +163,25 @@ class CheckpointCoordinator:
             local_state: what this node keeps to itself: tensors and plain values.
             taken: local steps of every node.
         """
-        self._barrier_check(node, step)
+        self._barrier_and_repair(node, step)
         moment = node.round, step or None
         at = f"after round {node.round}" + (f" and {step} local steps" if step else "")
-        names, average = node.exchange.names, node.average is not None
-        fresh: Path | None = None
-
-        def begin() -> str:
-            if self.run is None:
-                return ""
-            self.run.acquire_lock()
-            self.run.check_lock()
-            self._write_rows()
-            self.run.sync()
-            return collective.begin(self.folder, *moment).name
-
-        def write() -> None:
-            assert fresh is not None
-            shared, outer = shared_of(node)
-            tensors, packed = pack(local_state(), "node")
-            cut = {name: list(t.shape) for name, t in tensors.items() if is_dtensor(t)}
-            tensors = {name: t.to_local() if is_dtensor(t) else t for name, t in tensors.items()}
-            meta = {**outer, "own": packed, "cut": cut}
-            collective.write(fresh, self.ranks.number, self.ranks.count, shared, tensors, meta)
-
-        def finish() -> None:
-            if self.run is not None:
-                assert fresh is not None
-                more = {
-                    "taken": list(taken),
-                    "probe": {},
-                    "inner": {},
-                    "writers": self.ranks.across.nodes,
-                    "ranks": self.ranks.ranks,
-                    "story": self.resume_log,
-                }
-                buffers = list(node.begun_buffers())
-
-                def meta(parts: list[dict[str, Any]]) -> dict[str, Any]:
-                    return {**merged_meta(names, buffers, average, parts), **more}
-
-                collective.finish(fresh, *moment, self.ranks.count, meta, self.run.claim)
-
+        new: Path | None = None
         try:
-            answers = self.ranks.all_ranks_do(begin, OSError)
+            answers = self.ranks.all_ranks_do(partial(self._begin_folder, moment), OSError)
             if not self.ranks.failures(answers):
-                fresh = self.folder / checkpoints.FOLDER / answers[0].text
-                answers = self.ranks.all_ranks_do(write, OSError)
-            if not self.ranks.failures(answers):
+                new = self.folder / checkpoints.FOLDER / answers[0].text
+                answers = self.ranks.all_ranks_do(partial(self._write_part, new, node, local_state), OSError)
+            if new is not None and not self.ranks.failures(answers):
+                finish = partial(self._write_manifest, new, moment, node, taken)
                 answers = self.ranks.all_ranks_do(finish, OSError, DamagedCheckpoint)
         except BaseException:
-            if self.run is not None and fresh is not None:
-                collective.discard(fresh)
+            if self.run is not None and new is not None:
+                collective.discard(new)
             raise
         if failed := self.ranks.failures(answers):
-            if self.run is not None and fresh is not None:
-                collective.discard(fresh)
+            if self.run is not None and new is not None:
+                collective.discard(new)
             last = checkpoints.latest(self.folder)
             older = f"the last one is {last.name}" if last else "there is none yet"
             self.warn(f"The checkpoint {at} was not written: {failed}. The run goes on; {older}.")
@@ -230,6 +195,44 @@ class CheckpointCoordinator:
             if node.round == self._rounds:  # another process may go on from here
                 self.run.close()
         return True
+
+    def _begin_folder(self, moment: Moment) -> str:
+        """Node 0 records the rows so far and makes the folder; returns its name, and "" on the other ranks."""
+        if self.run is None:
+            return ""
+        self.run.acquire_lock()
+        self.run.check_lock()
+        self._write_rows()
+        self.run.sync()
+        return collective.begin(self.folder, *moment).name
+
+    def _write_part(self, folder: Path, node: Node, local_state: Callable[[], dict[str, Any]]) -> None:
+        """Every rank writes its part of the shared state, and what its node keeps to itself."""
+        shared, outer = shared_of(node)
+        tensors, packed = pack(local_state(), "node")
+        sharded_shapes = {name: list(t.shape) for name, t in tensors.items() if is_dtensor(t)}
+        tensors = {name: t.to_local() if is_dtensor(t) else t for name, t in tensors.items()}
+        meta = {**outer, "own": packed, "cut": sharded_shapes}
+        collective.write(folder, self.ranks.number, self.ranks.count, shared, tensors, meta)
+
+    def _write_manifest(self, folder: Path, moment: Moment, node: Node, taken: Sequence[int]) -> None:
+        """Node 0 writes the manifest over the parts of all ranks: from here on the checkpoint exists."""
+        if self.run is None:
+            return
+        names, buffers, average = node.exchange.names, list(node.buffers_at_round_start()), node.average is not None
+        more = {
+            "taken": list(taken),
+            "probe": {},
+            "inner": {},
+            "writers": self.ranks.across.nodes,
+            "ranks": self.ranks.ranks,
+            "story": self.resume_log,
+        }
+
+        def meta(parts: list[dict[str, Any]]) -> dict[str, Any]:
+            return {**merged_meta(names, buffers, average, parts), **more}
+
+        collective.finish(folder, *moment, self.ranks.count, meta, self.run.write_permit)
 
     def resume(self, node: Node) -> tuple[Snapshot, Path] | None:
         """The newest checkpoint that is sound on all nodes, or None where there is none at all.
@@ -314,13 +317,13 @@ class CheckpointCoordinator:
                 self.run.append(row, seconds)
             del self._rows[0]
 
-    def _barrier_check(self, node: Node, step: int) -> None:
+    def _barrier_and_repair(self, node: Node, step: int) -> None:
         """Check that all nodes write a checkpoint now, at the same step and with the weights that the owners sent.
 
         By headers, as at the end of a round: gloo ends a process without a message where lengths differ.
         """
         across, round = self.ranks.across, node.round
-        headers, differing = run(node.exchange.meet(round, step, node.x, self.guard))
+        headers, differing = run(node.exchange.compare_weights_at_barrier(round, step, node.x, self.guard))
         # in the middle of a round the parameters have moved on; the end of the round excludes them
         for text in node.load_again(differing) if not step else []:
             self.warn(text)

@@ -6,7 +6,7 @@ order, takes the outer step on its partition (the outer state lives there too), 
 
     header      round, node, weight, steps, digests (header.py)             to every node
     partitions  partition k of my displacement to node k                    right behind it, point to point
-    bounds      where the nodes state different ones (limits.py)            to every node, else not at all
+    bounds      where the nodes state different ones (node_bounds.py)       to every node, else not at all
     verdicts    damaged, not finite, beyond the bound: about every node     to every node
     sum, step   my partition: weighted mean, outer rule, radius             no traffic, but for norms
     weights     my partition to every node                                  point to point
@@ -25,21 +25,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tailopt.clipping.operators import arithmetic
+from tailopt.clipping.operators import compute_dtype
 from tailopt.clipping.step_cache import StepCache
-from tailopt.distributed import flat_kernels, limits
+from tailopt.distributed import flat_kernels
 from tailopt.distributed.buffers import gather_buffers, mean_buffers
 from tailopt.distributed.flat_kernels import BufferStats, SegmentTable
-from tailopt.distributed.header import Damaged, Header, at_meeting, bound_word
+from tailopt.distributed.header import Damaged, Header, barrier_header, digest_of_bound
 from tailopt.distributed.interfaces import run
 from tailopt.distributed.judging import Displacement, Judge, ReceivedRound
 from tailopt.distributed.layout import Layout, Segment
+from tailopt.distributed.node_bounds import Members, NodeBounds, agreed_bounds, stated_bounds
 from tailopt.distributed.outer_step import PendingMean, outer_step
 from tailopt.distributed.partition import Partition
 from tailopt.distributed.rank_shards import RankShards
-from tailopt.distributed.terms import ExchangeReport, Statement, Terms
+from tailopt.distributed.round_records import ExchangeReport, JudgingCriteria, Statement
 from tailopt.distributed.transport import Transport
-from tailopt.distributed.verdicts import header_verdict, unanimous
+from tailopt.distributed.verdicts import header_verdict, merge_verdicts
 from tailopt.distributed.weight_sync import Pair, WeightSync, check_finite
 from tailopt.rounds.block_norm import root
 from tailopt.rounds.guard import Exclusion
@@ -52,7 +53,7 @@ from tailopt.rules.rule import Hyperparameters, Rule, State
 ALIKE = "Call checkpoint() on every node, after the same step."
 
 
-class OtherParameters(Exception):
+class TrainedParametersDiffer(Exception):
     """The nodes do not train the same parameters any more; which node trains what is in their facts."""
 
 
@@ -64,23 +65,25 @@ class Exchange:
         transport: reaches the other nodes.
         names: of all tensors.
         shapes: of this rank's parts of them.
-        kinds: the types of the parameters; the arithmetic is in fp32, or in fp64 where all of them are.
-        shards: reaches the other ranks of this node, where its parameters are sharded.
+        param_dtypes: the types of the parameters; the arithmetic is in fp32, or in fp64 where all of them are.
+        rank_transport: reaches the other ranks of this node, where its parameters are sharded.
         params: then, the parameters themselves.
     """
 
     transport: Transport
     names: list[str]
     shapes: list[torch.Size]
-    kinds: list[torch.dtype]
-    shards: Transport | None = None
+    param_dtypes: list[torch.dtype]
+    rank_transport: Transport | None = None
     params: Sequence[Tensor] = ()
 
     def __post_init__(self) -> None:
-        kinds = {arithmetic(kind) for kind in self.kinds}
-        if len(kinds) != 1:
-            raise ValueError(f"Invalid model: parameters in {len(kinds)} types; need all in fp64, or none of them.")
-        (self.dtype,) = kinds
+        compute_dtypes = {compute_dtype(dtype) for dtype in self.param_dtypes}
+        if len(compute_dtypes) != 1:
+            raise ValueError(
+                f"Invalid model: parameters in {len(compute_dtypes)} types; need all in fp64, or none of them."
+            )
+        (self.dtype,) = compute_dtypes
         here, nodes = self.transport.node, self.transport.nodes
         self.layout = Layout(tuple(shape.numel() for shape in self.shapes), nodes)
         self.partition = Partition(self.layout, here, self.shapes, self.params)
@@ -95,10 +98,10 @@ class Exchange:
         self._outer_cache = StepCache()
         table = SegmentTable.of((s for k in range(nodes) for s in self.layout.segments(k)), self.layout.cuts)
         self._segments = table
-        self._weights = WeightSync(self.layout, table, here)
+        self._weight_sync = WeightSync(self.layout, table, here)
         sharded = self.partition.sharded
-        self._ranks = None if self.shards is None else RankShards(self.shards, self.layout, sharded)
-        self._judge = Judge(self.partition, self.names, self.kinds, self._ranks)
+        self._ranks = None if self.rank_transport is None else RankShards(self.rank_transport, self.layout, sharded)
+        self._judge = Judge(self.partition, self.names, self.param_dtypes, self._ranks)
 
     @property
     def segments(self) -> list[Segment]:
@@ -108,11 +111,11 @@ class Exchange:
     @property
     def loaded_digests(self) -> list[int]:
         """Digests of every partition of the weights with which this node began its round."""
-        return list(self._weights.loaded)
+        return list(self._weight_sync.loaded)
 
     def restore_loaded_digests(self, digests: Sequence[int]) -> None:
         """Take back what a checkpoint in the middle of a round has as `loaded_digests`."""
-        self._weights.loaded = tuple(digests)
+        self._weight_sync.loaded = tuple(digests)
 
     def elements_before(self, tensor: int) -> int | None:
         """How many elements of a tensor the ranks of this node before this one have; None where each has all of it."""
@@ -124,13 +127,13 @@ class Exchange:
 
     def load(self, params: Sequence[Tensor], x: Tensor) -> None:
         """Copy the synchronised weights into the parameters, and note what was loaded."""
-        self._weights.load(params, x)
+        self._weight_sync.load(params, x)
 
     def restart(self, x: Tensor) -> None:
         """Begin with weights from a checkpoint or from node 0, which their owners have not sent."""
-        self._weights.restart(x)
+        self._weight_sync.restart(x)
 
-    async def close(
+    async def exchange_and_settle(
         self,
         t: int,
         participants: Participants,
@@ -138,7 +141,7 @@ class Exchange:
         buffers: Mapping[str, Tensor],
         buffers_before: Mapping[str, Tensor],
         statement: Statement,
-        terms: Terms,
+        criteria: JudgingCriteria,
     ) -> tuple[ExchangeReport, dict[str, Tensor]]:
         """Judge all displacements; then `outer` can add them up and take the step.
 
@@ -146,24 +149,24 @@ class Exchange:
         round began. Returns the report, the same on every node, and the mean buffers. Where every contribution was
         lost, no node counts and there is no mean.
         """
-        headers = await self._exchange_displacements(t, participants, statement, terms)
-        differing = await self._weights.reload(self.transport, t - 1, headers, x)
+        headers = await self._exchange_displacements(t, participants, statement, criteria)
+        differing = await self._weight_sync.resend_differing(self.transport, t - 1, headers, x)
         all_buffers = await gather_buffers(self.transport, buffers)
-        bounds = await self._bounds(t, participants, headers, statement, terms)
-        received = ReceivedRound(t, participants, headers, x, all_buffers, buffers_before, bounds, differing, terms)
+        bounds = await self._bounds(t, participants, headers, statement, criteria)
+        received = ReceivedRound(t, participants, headers, x, all_buffers, buffers_before, bounds, differing, criteria)
         verdicts = await self._verdicts(received)
         settlement = self._settle(received, verdicts, await self._lengths(received, verdicts))
         report = ExchangeReport(
             settlement,
             seconds={node: headers[node].seconds for node in participants.shares},
-            remarks=bounds.remarks,
-            last=any(header.confirm for header in headers),
+            warnings_by_node=bounds.warnings_by_node,
+            may_be_last=any(header.may_be_last for header in headers),
         )
-        if not settlement.counted:
+        if not settlement.counted_shares:
             return report, dict(buffers_before)
-        self._begin_mean(settlement, terms.robust_mean)
-        into = BufferMean() if terms.robust_mean is None else BufferMean.median()
-        return report, mean_buffers(into, all_buffers, settlement.counted, settlement.total_share, buffers)
+        self._form_or_defer_mean(settlement, criteria.robust_mean)
+        into = BufferMean() if criteria.robust_mean is None else BufferMean.median()
+        return report, mean_buffers(into, all_buffers, settlement.counted_shares, settlement.total_share, buffers)
 
     def _settle(
         self, received: ReceivedRound, verdicts: Mapping[int, Exclusion], lengths: Mapping[int, float]
@@ -172,28 +175,30 @@ class Exchange:
 
         lengths: norms of the displacements of nodes without a verdict, where the robust mean asks for them.
         """
-        shares, headers, terms = received.participants.shares, received.headers, received.terms
+        shares, headers, criteria = received.participants.shares, received.headers, received.criteria
         excluded = [verdicts[node] for node in shares if node in verdicts]
         sound = [node for node in shares if node not in verdicts]
-        if terms.robust_mean is not None and sound:
+        if criteria.robust_mean is not None and sound:
             by_row = {id(self.received[i]): length for i, length in lengths.items()}
             rows = [[self.received[i]] for i in sound]
-            excluded += terms.robust_mean.outliers(rows, sound, lambda delta: by_row[id(delta[0])])
-        steps = {node: _plausible_steps(headers[node].steps, terms.most_steps) for node in shares}
+            excluded += criteria.robust_mean.outliers(rows, sound, lambda delta: by_row[id(delta[0])])
+        steps = {node: _plausible_steps(headers[node].steps, criteria.most_steps) for node in shares}
         losses = {node: header.loss for node, header in enumerate(headers)}
         return settle(received.t, received.participants, steps, excluded, losses)
 
-    def _begin_mean(self, settlement: Settlement, robust_mean: Aggregate | None) -> None:
+    def _form_or_defer_mean(self, settlement: Settlement, robust_mean: Aggregate | None) -> None:
         """Combine the displacements in this partition; a weighted mean is added up later, with the outer step."""
-        rows, shares = [self.received[i] for i in settlement.counted], list(settlement.counted.values())
-        combine = robust_mean.combine(lambda delta: run(self._length(delta))) if robust_mean is not None else None
-        if combine is None:
+        rows, shares = [self.received[i] for i in settlement.counted_shares], list(settlement.counted_shares.values())
+        mean_function = (
+            robust_mean.mean_function(lambda delta: run(self._length(delta))) if robust_mean is not None else None
+        )
+        if mean_function is None:
             self._mean, self._pending = rows[0], PendingMean(rows, shares, settlement.total_share)
         else:
-            (self._mean,), self._pending = combine([[row] for row in rows]), None
+            (self._mean,), self._pending = mean_function([[row] for row in rows]), None
 
-    async def outer(
-        self, x: Tensor, states: Sequence[State], rule: Rule, numbers: Hyperparameters, radius: float | None
+    async def take_outer_step(
+        self, x: Tensor, states: Sequence[State], rule: Rule, hparams: Hyperparameters, radius: float | None
     ) -> None:
         """Take the mean and the outer step on this node's partition of x, and share the new weights.
 
@@ -204,43 +209,45 @@ class Exchange:
             if self._pending is not None:  # the norm needs all of the mean first
                 self._pending.form(0, self._mean.numel())
                 self._pending = None
-            squares = await self.norms(self._mean)
-            by_tensor = numbers.get("scope") == "tensor"
+            squares = await self.gather_sums_of_squares(self._mean)
+            by_tensor = hparams.get("scope") == "tensor"
             norms["norm"] = [root([squares[s.tensor]]) for s in self.segments] if by_tensor else root(squares)
         part, partition = x[self.partition.range], self.partition
-        by_segment = {**partition.numbers_by_segment(numbers), **norms}
-        if self._pending is None or not self._pending.sgd_step(rule, part, states, by_segment, partition.pieces):
+        by_segment = {**partition.hparams_by_segment(hparams), **norms}
+        if self._pending is None or not self._pending.sgd_step(
+            rule, part, states, by_segment, partition.segment_ranges
+        ):
             means = partition.by_tensor(self._mean)
             outer_step(rule, partition.views(x), means, states, by_segment, self._negated_mean, self._outer_cache)
         if radius is not None:
-            length = root(await self.norms(part))
+            length = root(await self.gather_sums_of_squares(part))
             if length > radius:
                 part.mul_(radius / length)
-        await self._weights.share_weights(self.transport, x)
+        await self._weight_sync.share_weights(self.transport, x)
 
     def _negated_mean(self, segment: int, mean: Tensor, cut: slice) -> Tensor:
         """Minus a piece of a segment's mean; added up only now, so that the outer step finds it in the cache."""
         piece = mean[cut]
         if self._pending is None:
             return piece.neg_()
-        self._pending.form(self.partition.pieces[segment][0] + cut.start, piece.numel(), negative=True)
+        self._pending.form(self.partition.segment_ranges[segment][0] + cut.start, piece.numel(), negative=True)
         return piece
 
     async def start(self, tensors: Sequence[Tensor]) -> None:
         """Give every node the weights and buffers of node 0, before the first round."""
         for flat in tensors:
             if flat.numel():
-                await self._weights.broadcast_compared(self.transport, flat)
+                await self._weight_sync.broadcast_verified(self.transport, flat)
 
     async def share(self, flat: Tensor) -> None:
         """Send this node's partition of a flat buffer to every node, and receive theirs."""
-        await self._weights.share(self.transport, flat)
+        await self._weight_sync.share(self.transport, flat)
 
-    async def share_compared(self, flat: Tensor) -> None:
+    async def share_verified(self, flat: Tensor) -> None:
         """Share what no later header states: compared at once, and sent once more where it arrived differently."""
-        await self._weights.share_compared(self.transport, flat)
+        await self._weight_sync.share_verified(self.transport, flat)
 
-    async def norms(self, buffer: Tensor) -> list[float]:
+    async def gather_sums_of_squares(self, buffer: Tensor) -> list[float]:
         """The sum of squares of every tensor, where each node has its partition; all nodes ask at the same time."""
         sums = self.partition.sums_by_tensor(await self.transport.gather(self.partition.block_sums(buffer)))
         return sums if self._ranks is None else self._ranks.sums(sums)
@@ -248,11 +255,11 @@ class Exchange:
     async def _length(self, delta: Sequence[Tensor]) -> float:
         """The norm of a displacement of which each node has its partition."""
         (buffer,) = delta
-        return root(await self.norms(buffer))
+        return root(await self.gather_sums_of_squares(buffer))
 
     async def _lengths(self, received: ReceivedRound, verdicts: Mapping[int, Exclusion]) -> dict[int, float]:
         """The norms of all displacements without a verdict, for a robust mean that compares nodes by them."""
-        robust_mean = received.terms.robust_mean
+        robust_mean = received.criteria.robust_mean
         if robust_mean is None or robust_mean.name != "median-norm":
             return {}
         nodes = [k for k in received.participants.shares if k not in verdicts]
@@ -265,22 +272,22 @@ class Exchange:
             round=t,
             node=self.transport.node,
             elements=self.layout.total,
-            sends=int(takes_part),
+            contributes=int(takes_part),
             weight=share,
             loss=statement.loss,
             steps=statement.steps,
-            bound=bound_word(statement.bound),
-            structure=statement.structure,
-            confirm=int(statement.last),
+            bound_digest=digest_of_bound(statement.bound),
+            trained_digest=statement.trained_digest,
+            may_be_last=int(statement.may_be_last),
             seconds=statement.seconds,
-            sent=self._weights.sent.checksum,
-            finite=int(self._weights.sent_finite),
+            sent=self._weight_sync.sent.checksum,
+            finite=int(self._weight_sync.sent_finite),
             checksums=tuple(stats.checksum if takes_part else 0 for stats in self._stats),
-            weights=self._weights.loaded,
+            weights=self._weight_sync.loaded,
         )
 
     async def _exchange_displacements(
-        self, t: int, participants: Participants, statement: Statement, terms: Terms
+        self, t: int, participants: Participants, statement: Statement, criteria: JudgingCriteria
     ) -> list[Header]:
         """Every node's header; this partition of all participants' displacements is in `received` then.
 
@@ -291,16 +298,18 @@ class Exchange:
         header = self._header(t, takes_part, shares.get(here, 0.0), statement)
         if not self._sizes_agreed:  # asked once, on its own: gloo ends a process that gets more than it expects
             headers = await self.transport.exchange_with_header(header)
-            self._check_headers(t, participants, headers, terms)
+            self._check_headers(t, participants, headers, criteria)
             self._sizes_agreed = True
         nodes = range(self.transport.nodes)
         outgoing = [self.delta[self.layout.partition(k)] if takes_part else nothing for k in nodes]
         incoming = [row if k in shares else nothing for k, row in enumerate(self.received)]
         headers = await self.transport.exchange_with_header(header, outgoing, incoming)
-        self._check_headers(t, participants, headers, terms)
+        self._check_headers(t, participants, headers, criteria)
         return headers
 
-    def _check_headers(self, t: int, participants: Participants, headers: Sequence[Header], terms: Terms) -> None:
+    def _check_headers(
+        self, t: int, participants: Participants, headers: Sequence[Header], criteria: JudgingCriteria
+    ) -> None:
         """Raise unless every node ends a round, with this node's number of elements and its expected share."""
         for k, header in enumerate(headers):
             if header.round < 0:
@@ -313,54 +322,63 @@ class Exchange:
             else:
                 continue
             raise Damaged(f"Round {t}: node {k} came with {wrong}. Restart all nodes from the last checkpoint.")
-        if len({header.structure for header in headers}) > 1:
-            raise OtherParameters
-        if terms.guard:
+        if len({header.trained_digest for header in headers}) > 1:
+            raise TrainedParametersDiffer
+        if criteria.guard:
             check_finite(t - 1, headers)
 
-    async def meet(self, round: int, step: int, x: Tensor, guard: bool) -> tuple[list[Header], list[Pair]]:
+    async def compare_weights_at_barrier(
+        self, round: int, step: int, x: Tensor, guard: bool
+    ) -> tuple[list[Header], list[Pair]]:
         """Meet all nodes before a checkpoint or after the last round: nodes that loaded other weights load them again.
 
         Returns the headers, and (owner, receiver) of what was loaded again; the headers alone, where the nodes are not
         at the same step.
         """
-        header = at_meeting(self._header(0, False, 0.0, Statement()), round, step)
+        header = barrier_header(self._header(0, False, 0.0, Statement()), round, step)
         headers = await self.transport.exchange_with_header(header)
         if any((header.round, header.steps) != (-1 - round, step) for header in headers):
             return headers, []
         if guard:
             check_finite(round, headers)
-        began_from = self._weights.loaded
-        differing = await self._weights.reload(self.transport, round, headers, x)
+        began_from = self._weight_sync.loaded
+        differing = await self._weight_sync.resend_differing(self.transport, round, headers, x)
         if step:  # local steps were taken from the other weights: the end of the round must leave them out
-            self._weights.loaded = began_from
+            self._weight_sync.loaded = began_from
         return headers, differing
 
     # verdicts
 
     async def _bounds(
-        self, t: int, participants: Participants, headers: Sequence[Header], statement: Statement, terms: Terms
-    ) -> limits.Limits:
+        self,
+        t: int,
+        participants: Participants,
+        headers: Sequence[Header],
+        statement: Statement,
+        criteria: JudgingCriteria,
+    ) -> NodeBounds:
         """How far each participant can have moved."""
-        members, gather = limits.Members(t, headers, participants.shares, terms.free), self.transport.gather
-        if terms.expected is None:
-            return await limits.stated(members, statement.bound, self.names, gather)
-        return await limits.agreed(members, terms.expected, statement.bound, len(self.names), gather)
+        members, gather = Members(t, headers, participants.shares, criteria.diverged), self.transport.gather
+        if criteria.expected_bound is None:
+            return await stated_bounds(members, statement.bound, self.names, gather)
+        return await agreed_bounds(members, criteria.expected_bound, statement.bound, len(self.names), gather)
 
     async def _verdicts(self, received: ReceivedRound) -> dict[int, Exclusion]:
         """The nodes that all leave out, and why: the worst that any node saw."""
         here, nodes = self.transport.node, self.transport.nodes
-        places = [*self.names, *(received.buffers[0] if received.buffers else ())]
+        tensor_and_buffer_names = [*self.names, *(received.buffers[0] if received.buffers else ())]
         mine = torch.zeros(nodes, 4, dtype=torch.float64)
         senders = {receiver: owner for owner, receiver in reversed(received.differing)}
         for node in received.participants.shares:
             header = received.headers[node]
             wrong_bound = node in received.bounds.wrong
-            row = header_verdict(received.t, node, header, senders.get(node), wrong_bound, received.terms)
+            row = header_verdict(received.t, node, header, senders.get(node), wrong_bound, received.criteria)
             if row is None:
                 stats = self._stats[node] if node == here else flat_kernels.checksum_and_max(self.received[node])
                 stated = None if node == here else header.checksums[here]
-                row = self._judge.verdict(node, Displacement(self.received[node], stats, stated), received, places)
+                row = self._judge.verdict(
+                    node, Displacement(self.received[node], stats, stated), received, tensor_and_buffer_names
+                )
             if row is not None:
                 mine[node] = torch.tensor(row, dtype=torch.float64)
         rows, judges = await self.transport.gather(mine), list(range(nodes))
@@ -368,9 +386,11 @@ class Exchange:
             ranks = self._ranks.transport
             rows, judges = run(ranks.gather(rows)).flatten(0, 1), judges * ranks.nodes
         by_judge = [[tuple(about) for about in judge] for judge in rows.tolist()]
-        verdicts = unanimous(received.t, list(received.participants.shares), by_judge, judges, places)
-        if received.terms.guard:
-            await self._judge.judge_norms(self.received, self.norms, received, verdicts)
+        verdicts = merge_verdicts(
+            received.t, list(received.participants.shares), by_judge, judges, tensor_and_buffer_names
+        )
+        if received.criteria.guard:
+            await self._judge.judge_norms(self.received, self.gather_sums_of_squares, received, verdicts)
         return verdicts
 
 

@@ -36,7 +36,7 @@ from tailopt.distributed.layout import Segment
 from tailopt.native import library
 from tailopt.native.calls import addresses, sizes
 from tailopt.native.flat import DescentPieces, Pieces, WeightedSum
-from tailopt.rules.rule import Hyperparameters, Rule, State, per_param
+from tailopt.rules.rule import Hyperparameters, Rule, State, value_for_param
 from tailopt.rules.sgd import AVG, NESTEROV, SGD
 
 PIECE = 1 << 18  # elements that torch scales at once: what stays in the cache is not written back
@@ -270,7 +270,11 @@ def mean_and_sgd_step(
 ) -> bool:
     """The outer step of pieces of flat x, (start, count) in it as in every row; False where torch has to take it."""
     kernel, momentum = library.loaded(), numbers.get("momentum", 0.0)
-    lr = [1.0 if rule is AVG else per_param(numbers["lr"], i) for i in range(len(pieces))] if rule in _SGD_RULES else []
+    lr = (
+        [1.0 if rule is AVG else value_for_param(numbers["lr"], i) for i in range(len(pieces))]
+        if rule in _SGD_RULES
+        else []
+    )
     if kernel is None or not lr or any(isinstance(number, Tensor) for number in (momentum, *lr)):
         return False
     fused = _fused()

@@ -3,8 +3,8 @@
 All nodes hold the same headers afterwards, so whatever follows from them alone needs no further message. A header ends
 with a digest of its own words: one that was damaged on its way is noticed before anything is decided by it.
 
-The meeting before a checkpoint, and after the last round, is a header too, with a negative round (`at_meeting`): a node
-that writes a checkpoint while another ends a round is noticed.
+The barrier before a checkpoint, and after the last round, is a header too, with a negative round (`barrier_header`): a
+node that writes a checkpoint while another ends a round is noticed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Header(NamedTuple):
         round: the round that the node ends; -1 - round where it meets the others for a checkpoint.
         node: its number.
         elements: of its flat buffer.
-        sends: 1 where its displacement counts; 0 where the node does not take part, or its contribution is lost.
+        contributes: 1 where its displacement counts; 0 where the node does not take part, or its contribution is lost.
         weight: its share of the mean.
         loss: of its local steps.
         steps: local steps that it took in this round.
-        bound: a digest of how far it says it can have moved.
-        structure: a digest of which parameters it trains.
-        confirm: 1 where it wants the new weights to be compared after this round: it may be the last.
+        bound_digest: of how far it says it can have moved.
+        trained_digest: a digest of which parameters it trains.
+        may_be_last: 1 where it wants the new weights to be compared after this round: it may be the last.
         seconds: of its local steps.
         sent: the digest of the weights that it sent to all nodes at the end of the round before, of its own partition.
         finite: 0 where those weights are not finite.
@@ -52,13 +52,13 @@ class Header(NamedTuple):
     round: int
     node: int
     elements: int
-    sends: int = 0
+    contributes: int = 0
     weight: float = 0.0
     loss: float = float("nan")
     steps: int = 0
-    bound: int = 0
-    structure: int = 0
-    confirm: int = 0
+    bound_digest: int = 0
+    trained_digest: int = 0
+    may_be_last: int = 0
     seconds: float = 0.0
     sent: int = 0
     finite: int = 1
@@ -70,12 +70,12 @@ class Header(NamedTuple):
         single: Any = self[: len(_WORDS)]
         words = [_bits(value) if name in _FLOATS else value for name, value in zip(_WORDS, single, strict=True)]
         words += [*self.checksums, *self.weights]
-        return torch.tensor([*words, word_of(struct.pack(f"<{len(words)}q", *words), sequence)], dtype=torch.int64)
+        return torch.tensor([*words, digest64(struct.pack(f"<{len(words)}q", *words), sequence)], dtype=torch.int64)
 
     @classmethod
     def unpacked(cls, words: list[int], sequence: int, sender: int, receiver: int) -> Header:
         """The header that was packed; `Damaged` where it is not what was sent in this exchange."""
-        if word_of(struct.pack(f"<{len(words) - 1}q", *words[:-1]), sequence) != words[-1]:
+        if digest64(struct.pack(f"<{len(words) - 1}q", *words[:-1]), sequence) != words[-1]:
             raise damaged("the header", sender, receiver)
         single, rest = words[: len(_WORDS)], words[len(_WORDS) : -1]
         values: dict[str, Any] = dict(zip(_WORDS, single, strict=True))
@@ -87,7 +87,7 @@ class Header(NamedTuple):
 _WORDS = Header._fields[:-2]
 
 
-def at_meeting(header: Header, round: int, step: int) -> Header:
+def barrier_header(header: Header, round: int, step: int) -> Header:
     """The header with which a node meets the others that holds the weights of a round and some steps of the next."""
     return header._replace(round=-1 - round, steps=step)
 
@@ -100,13 +100,13 @@ def damaged(what: str, sender: int, receiver: int) -> Damaged:
     )
 
 
-def word_of(data: bytes | memoryview, sequence: int = 0) -> int:
+def digest64(data: bytes | memoryview, sequence: int = 0) -> int:
     """A digest of bytes as a signed 64-bit word, another one in every exchange.
 
     Examples:
-        >>> word_of(b"a") == word_of(b"a"), word_of(b"a") == word_of(b"b")
+        >>> digest64(b"a") == digest64(b"a"), digest64(b"a") == digest64(b"b")
         (True, False)
-        >>> word_of(b"a", 1) == word_of(b"a", 2)
+        >>> digest64(b"a", 1) == digest64(b"a", 2)
         False
     """
     return int.from_bytes(
@@ -114,17 +114,17 @@ def word_of(data: bytes | memoryview, sequence: int = 0) -> int:
     )
 
 
-def bound_word(bound: Bound) -> int:
+def digest_of_bound(bound: Bound) -> int:
     """A digest of a bound: equal on two nodes that can have moved equally far.
 
     Examples:
-        >>> bound_word(Bound("coordinate", 0.5, 0.0, 5)) == bound_word(Bound("coordinate", 0.5, 0.0, 5))
+        >>> digest_of_bound(Bound("coordinate", 0.5, 0.0, 5)) == digest_of_bound(Bound("coordinate", 0.5, 0.0, 5))
         True
-        >>> bound_word(Bound("coordinate", 0.5, 0.0, 5)) == bound_word(Bound("coordinate", 0.25, 0.0, 5))
+        >>> digest_of_bound(Bound("coordinate", 0.5, 0.0, 5)) == digest_of_bound(Bound("coordinate", 0.25, 0.0, 5))
         False
     """
-    return word_of(
-        b"|".join([repr((bound.kind, bound.steps)).encode(), _number_bytes(bound.a), _number_bytes(bound.c)])
+    return digest64(
+        b"|".join([repr((bound.kind, bound.steps)).encode(), _number_bytes(bound.constant), _number_bytes(bound.slope)])
     )
 
 

@@ -13,18 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tailopt.distributed import limits
 from tailopt.distributed.flat_kernels import BufferStats
 from tailopt.distributed.header import Header
+from tailopt.distributed.node_bounds import NodeBounds
 from tailopt.distributed.partition import Partition
 from tailopt.distributed.rank_shards import RankShards
-from tailopt.distributed.terms import Terms
-from tailopt.distributed.verdicts import Row, Verdict, verdict_row
+from tailopt.distributed.round_records import JudgingCriteria
+from tailopt.distributed.verdicts import Verdict, VerdictRow, verdict_row
 from tailopt.distributed.weight_sync import Pair
 from tailopt.rounds.block_norm import root
 from tailopt.rounds.guard import BEYOND, SLACK, Bound, Exclusion, check_displacement, exceeded_norm
 from tailopt.rounds.participants import Participants
-from tailopt.rules.rule import per_param
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class ReceivedRound:
         buffers_before: as the round began, the same on every node.
         bounds: how far each participant can have moved.
         differing: (owner, receiver) of weights that a node loaded differently.
-        terms: what the round is judged by.
+        criteria: what the round is judged by.
     """
 
     t: int
@@ -49,9 +48,9 @@ class ReceivedRound:
     x: Tensor
     buffers: Sequence[Mapping[str, Tensor]]
     buffers_before: Mapping[str, Tensor]
-    bounds: limits.Limits
+    bounds: NodeBounds
     differing: Sequence[Pair]
-    terms: Terms
+    criteria: JudgingCriteria
 
 
 @dataclass(frozen=True)
@@ -75,28 +74,30 @@ class Judge:
     Args:
         partition: of this node.
         names: of all tensors.
-        kinds: types of the parameters.
+        param_dtypes: types of the parameters.
         ranks: the other ranks of this node, where its parameters are sharded.
     """
 
     def __init__(
-        self, partition: Partition, names: Sequence[str], kinds: Sequence[torch.dtype], ranks: RankShards | None
+        self, partition: Partition, names: Sequence[str], param_dtypes: Sequence[torch.dtype], ranks: RankShards | None
     ) -> None:
-        self._partition, self._names, self._kinds, self._ranks = partition, names, kinds, ranks
+        self._partition, self._names, self._param_dtypes, self._ranks = partition, names, param_dtypes, ranks
 
     def verdict(
-        self, node: int, displacement: Displacement, received: ReceivedRound, places: Sequence[str]
-    ) -> Row | None:
-        """What this partition of a node's displacement decides; places: tensors and buffers, by number."""
+        self, node: int, displacement: Displacement, received: ReceivedRound, tensor_and_buffer_names: Sequence[str]
+    ) -> VerdictRow | None:
+        """What this partition of a node's displacement decides; a row has the number of a name."""
         if displacement.stated_checksum not in (None, displacement.stats.checksum):
             return verdict_row(Verdict.DAMAGED)
-        if not received.terms.guard:
+        if not received.criteria.guard:
             return None
         exclusion = self._exclusion(node, displacement, received)
         if exclusion is None:
             return None
         verdict = Verdict.NOT_FINITE if exclusion.bound is None else Verdict.BEYOND_BOUND
-        return verdict_row(verdict, places.index(exclusion.tensor), exclusion.value, exclusion.bound or 0.0)
+        return verdict_row(
+            verdict, tensor_and_buffer_names.index(exclusion.tensor), exclusion.value, exclusion.bound or 0.0
+        )
 
     def _exclusion(self, node: int, displacement: Displacement, received: ReceivedRound) -> Exclusion | None:
         """The guard's verdict about a node's buffers and this partition of its displacement; norms come later."""
@@ -106,14 +107,14 @@ class Judge:
         partition = self._partition
         names = [self._names[s.tensor] for s in partition.segments]
         views = zip(partition.views(received.x), partition.segments, strict=True)
-        start = [part.to(self._kinds[s.tensor]) for part, s in views]
+        start = [part.to(self._param_dtypes[s.tensor]) for part, s in views]
         delta, bound = partition.by_tensor(displacement.row), partition.bound_by_segment(limit)
         return check_displacement(node, delta, start, names, bound, buffers, received.buffers_before)
 
     async def judge_norms(
         self,
         rows: Sequence[Tensor],
-        norms: Callable[[Tensor], Awaitable[list[float]]],
+        gather_sums_of_squares: Callable[[Tensor], Awaitable[list[float]]],
         received: ReceivedRound,
         verdicts: dict[int, Exclusion],
     ) -> None:
@@ -121,7 +122,7 @@ class Judge:
 
         Args:
             rows: this partition of every node's displacement.
-            norms: the sum of squares of every tensor, from the rows of all nodes.
+            gather_sums_of_squares: of every tensor, from the rows of all nodes.
             received: the round.
             verdicts: about coordinates and headers.
         """
@@ -130,17 +131,16 @@ class Judge:
             if limit.kind not in ("norm", "tensor norm"):
                 continue
             # also of a node that is excluded already: all nodes must take part in the same messages
-            squares = await norms(rows[node])
+            squares = await gather_sums_of_squares(rows[node])
             whole = limit.kind == "norm"
             lengths = [root(squares)] if whole else [root([s]) for s in squares]
-            if node in verdicts or all(length <= float(per_param(limit.a, i)) for i, length in enumerate(lengths)):
+            limits = [limit] if whole else [limit.for_param(i) for i in range(len(lengths))]
+            clearly_within = all(length <= float(b.constant) for length, b in zip(lengths, limits, strict=True))
+            if node in verdicts or clearly_within:
                 continue
             tensors = self._start_of_round(received.x)
             groups = [[piece for pieces in tensors for piece in pieces]] if whole else tensors
-            for i, (length, group) in enumerate(zip(lengths, groups, strict=True)):
-                of_group = (
-                    limit if whole else Bound(limit.kind, per_param(limit.a, i), per_param(limit.c, i), limit.steps)
-                )
+            for i, (length, group, of_group) in enumerate(zip(lengths, groups, limits, strict=True)):
                 most = exceeded_norm(length, group, of_group)
                 if most is not None:
                     name = "all tensors" if whole else self._names[i]
@@ -153,7 +153,7 @@ class Judge:
             tensors = [[view] for view in self._partition.layout.views(x, self._partition.shapes)]
         else:
             tensors = self._ranks.tensors(x)
-        return [[part.to(kind) for part in parts] for parts, kind in zip(tensors, self._kinds, strict=True)]
+        return [[part.to(kind) for part in parts] for parts, kind in zip(tensors, self._param_dtypes, strict=True)]
 
 
 def _clearly_within(max_abs: float, limit: Bound) -> bool:
@@ -165,5 +165,5 @@ def _clearly_within(max_abs: float, limit: Bound) -> bool:
         return False
     if limit.kind != "coordinate":
         return True
-    floors = limit.a if isinstance(limit.a, list) else [limit.a]
+    floors = limit.constant if isinstance(limit.constant, list) else [limit.constant]
     return not any(isinstance(a, Tensor) for a in floors) and max_abs <= min(floors) * (1 + SLACK / 2)

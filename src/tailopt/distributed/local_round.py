@@ -45,7 +45,7 @@ class LocalRound:
     Args:
         optimizer: the inner optimizer.
         params: the parameters that are exchanged.
-        agreed: hyperparameters that all nodes have agreed on, or None where the optimizer is the user's.
+        shared_hparams: hyperparameters that all nodes have agreed on, or None where the optimizer is the user's.
         keeps_state: whether the inner state survives a round.
         can_be_excluded: whether the state must be remembered, since an exclusion undoes the round.
     """
@@ -54,11 +54,11 @@ class LocalRound:
         self,
         optimizer: Optimizer,
         params: Sequence[Tensor],
-        agreed: RuleHyperparameters | None,
+        shared_hparams: RuleHyperparameters | None,
         keeps_state: bool,
         can_be_excluded: bool,
     ) -> None:
-        self.optimizer, self._params, self._agreed = optimizer, params, agreed
+        self.optimizer, self._params, self._shared_hparams = optimizer, params, shared_hparams
         self._keeps_state, self._can_be_excluded = keeps_state, can_be_excluded
         self._hparams_of_steps: list[Hyperparameters] = []
         self._began = time.perf_counter()
@@ -99,9 +99,9 @@ class LocalRound:
 
     def step(self, t: int, steps_done: int, closure: Callable[[], Any] | None) -> Any:
         """Take one local step of round t, before which the node has taken `steps_done` in all."""
-        if self._agreed is not None:
+        if self._shared_hparams is not None:
             for group in self.optimizer.param_groups:
-                group.update(self._agreed.at(t, steps_done))
+                group.update(self._shared_hparams.at(t, steps_done))
         hparams = self._current_hparams()
         loss = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
         # only now: a step that raised is no step, and a caller that catches the error is still in the same round
@@ -112,8 +112,8 @@ class LocalRound:
         """Return how far this node can have moved by its steps."""
         if not self.steps:
             return Bound(None)
-        if self._agreed is not None:
-            return self._agreed.bound(t, steps_before_round, self.steps)
+        if self._shared_hparams is not None:
+            return self._shared_hparams.bound(t, steps_before_round, self.steps)
         rule = RULES.get(type(self.optimizer))
         return Bound(None) if rule is None else bound(rule, self._hparams_of_steps)
 

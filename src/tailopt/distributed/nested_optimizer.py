@@ -25,7 +25,7 @@ from tailopt.algorithms import Algorithm
 from tailopt.arguments import check_counts, check_flags
 from tailopt.distributed.agreement import comparable, shape
 from tailopt.distributed.checkpointing import Resumed, all_excluded
-from tailopt.distributed.exchange import OtherParameters
+from tailopt.distributed.exchange import TrainedParametersDiffer
 from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.header import PROTOCOL
 from tailopt.distributed.interfaces import run as blocking
@@ -33,8 +33,8 @@ from tailopt.distributed.local_round import LocalRound
 from tailopt.distributed.mesh import local_tensor, node_group, rank_group
 from tailopt.distributed.node import Node
 from tailopt.distributed.node_records import NodeRecords, RecordOptions
+from tailopt.distributed.round_records import ExchangeReport, JudgingCriteria, Statement
 from tailopt.distributed.rule_optimizer import RuleOptimizer
-from tailopt.distributed.terms import ExchangeReport, Statement, Terms
 from tailopt.distributed.trained_parameters import TrainedParameters, named_parameters
 from tailopt.engines.model_state import Buffers, as_real
 from tailopt.engines.simulate import algorithm_config
@@ -155,10 +155,10 @@ class NestedOptimizer(Optimizer):
         check_flags(exact=exact)
         check_weight(weight, dist.get_rank() if dist.is_initialized() else 0)
         _require_process_group()
-        self.optimizer, self._algorithm, self._agreed = optimizer, algorithm, settings
+        self.optimizer, self._algorithm, self._shared_hparams = optimizer, algorithm, settings
         names, params = named_parameters(optimizer, model)
-        agreed = None if settings is None else settings.outer
-        self._outer = agreed or outer_hyperparameters(outer, outer_settings or {}, names)
+        shared = None if settings is None else settings.outer
+        self._outer = shared or outer_hyperparameters(outer, outer_settings or {}, names)
         group = node_group(mesh)
         rank_group(group, params)  # before anybody is asked: the ranks of a node have nothing to agree on
         transport = GlooTransport.of(group, timeout, stall_timeout)
@@ -177,13 +177,14 @@ class NestedOptimizer(Optimizer):
         policy, node = self._policy, self.node
         assert policy.local_steps is not None
         self.local_steps, self.rounds = policy.local_steps, policy.rounds
+        inner = None if self._shared_hparams is None else self._shared_hparams.inner
         can_be_excluded = policy.guard or policy.robust_mean is not None
-        agreed, keeps_state = None if self._agreed is None else self._agreed.inner, policy.inner_state == "keep"
-        self._local_round = LocalRound(self.optimizer, node.params, agreed, keeps_state, can_be_excluded)
+        keeps_state = policy.inner_state == "keep"
+        self._local_round = LocalRound(self.optimizer, node.params, inner, keeps_state, can_be_excluded)
         self._trained = TrainedParameters(self.optimizer, node.exchange.names, node.params)
         self._records = NodeRecords(options, node, self._local_round, policy.guard)
         self._diverged: set[int] = set()  # nodes that continue from weights of their own
-        self._remarked: set[int] = set()  # nodes that were warned about
+        self._warned_about: set[int] = set()  # nodes that differ from the others
         self._init_hooks()
         node.start()
         self._records.open({**self._config(), **policy.as_config()})
@@ -197,22 +198,22 @@ class NestedOptimizer(Optimizer):
             node.gather_second_moment()
         self._records.watch_inputs(model, in_the_middle)
         if in_the_middle:
-            self._records.begin_round()
+            self._records.watch_first_inputs()
         else:
             self._await_own_round()
         self._records.started()
 
     def _facts(self, policy: RoundPolicy, options: RecordOptions) -> dict[str, Any]:
         """Return what must be the same on all nodes."""
-        agreed, algorithm = self._agreed, self._algorithm
+        shared, algorithm = self._shared_hparams, self._algorithm
         keys = ("params", "param_names")
         groups = [{k: v for k, v in group.items() if k not in keys} for group in self.optimizer.param_groups]
         return {
             "algorithm": algorithm.name if algorithm is not None else f"{type(self.optimizer).__name__} inside",
             "outer": {"rule": self._outer.rule.name, **self._outer.at(1)},
-            "inner": groups if agreed is None else agreed.inner.at(1),
+            "inner": groups if shared is None else shared.inner.at(1),
             "send_preconditioner": self._send_preconditioner,
-            "schedules": {} if agreed is None else agreed.sampled_schedules(policy.rounds, policy.local_steps or 0),
+            "schedules": {} if shared is None else shared.sampled_schedules(policy.rounds, policy.local_steps or 0),
             **policy.as_facts(),
             "checkpoint_every": None if options.folder is None else options.checkpoint_every,
             "resume": options.resume,
@@ -221,8 +222,8 @@ class NestedOptimizer(Optimizer):
 
     def _config(self) -> dict[str, Any]:
         """Return what the run folder says about the optimizers; of an inner one that the user built, its class."""
-        if self._algorithm is not None and self._agreed is not None:
-            return {**algorithm_config(self._algorithm), "schedules": self._agreed.schedules()}
+        if self._algorithm is not None and self._shared_hparams is not None:
+            return {**algorithm_config(self._algorithm), "schedules": self._shared_hparams.schedules()}
         inner = type(self.optimizer).__name__
         return {"outer": self._outer.rule.name, "settings": storable(self._outer.base), "inner": inner}
 
@@ -282,10 +283,10 @@ class NestedOptimizer(Optimizer):
         """
         t = self.node.round + 1
         if self._peers is not None:
-            self._peers.at(t, self._local_round.steps)
+            self._peers.report_position(t, self._local_round.steps)
             self._peers.check()
-        if self._agreed is None:
-            self._records.check_rates()
+        if self._shared_hparams is None:
+            self._records.warn_if_rates_not_restored()
         loss = self._local_round.step(t, self.taken, closure)
         if self._local_round.steps >= self.local_steps:
             self._close_round()
@@ -337,7 +338,7 @@ class NestedOptimizer(Optimizer):
         if not self.finished:
             self.node.begin_round()
             self._local_round.begin()
-            self._records.begin_round()
+            self._records.watch_first_inputs()
 
     def _clear_round(self) -> None:
         states = None
@@ -350,24 +351,22 @@ class NestedOptimizer(Optimizer):
 
         last: it may be the last one, so that the new weights are compared at once.
         """
-        t, local = self.node.round + 1, self._local_round
+        t, local, policy = self.node.round + 1, self._local_round, self._policy
         if self._peers is not None:
-            self._peers.at(t, local.steps)
-        self._records.end_round(t)
-        steps_before = self._records.steps_done[self.node.number]
-        own_bound = local.bound(t, steps_before) if self._policy.guard else Bound(None)
+            self._peers.report_position(t, local.steps)
+        self._records.compare_first_inputs(t)
+        bound = local.bound(t, self._records.steps_done[self.node.number]) if policy.guard else Bound(None)
         digest = self._trained.digest()
-        statement = Statement(local.steps, own_bound, local.loss, local.seconds, digest, last or t == self.rounds)
-        expected = None if self._agreed is None else functools.partial(self._agreed_bound, t)
-        policy = self._policy
-        terms = Terms(policy.guard, expected, self._diverged, self.local_steps, policy.robust_mean)
+        statement = Statement(local.steps, bound, local.loss, local.seconds, digest, last or t == self.rounds)
+        expected = None if self._shared_hparams is None else functools.partial(self._bound_by_shared_hparams, t)
+        criteria = JudgingCriteria(policy.guard, expected, self._diverged, self.local_steps, policy.robust_mean)
         try:
             report = self.node.close_round(
-                policy.draw(t), statement, terms, self._outer, policy, bool(self._send_preconditioner)
+                policy.draw(t), statement, criteria, self._outer, policy, bool(self._send_preconditioner)
             )
         except EveryoneExcluded as error:
             raise all_excluded(error, self._records.coordinator) from None
-        except OtherParameters:
+        except TrainedParametersDiffer:
             raise self._trained.disagreement(t, self._peers) from None
         self._record_round(report)
 
@@ -386,20 +385,22 @@ class NestedOptimizer(Optimizer):
             logger(row)
         self._records.record(row, report.seconds, self.finished)
 
-    def _agreed_bound(self, t: int, node: int, steps: int) -> Bound:
-        """Return how far a node can have moved in so many steps, by the agreed settings."""
-        assert self._agreed is not None
-        return self._agreed.inner.bound(t, self._records.steps_done[node], steps) if self._policy.guard else Bound(None)
+    def _bound_by_shared_hparams(self, t: int, node: int, steps: int) -> Bound:
+        """Return how far a node can have moved in so many steps, by the settings that all nodes share."""
+        assert self._shared_hparams is not None
+        if not self._policy.guard:
+            return Bound(None)
+        return self._shared_hparams.inner.bound(t, self._records.steps_done[node], steps)
 
     def _warn_about(self, report: ExchangeReport) -> None:
         """Warn about nodes that do not count in a round, and once about each node that differs from the others."""
         settlement = report.settlement
         texts = [f"Round {settlement.round} goes on without {e}." for e in settlement.excluded if e.reason != DROPPED]
-        for node, text in report.remarks.items():
-            if node not in self._remarked:
-                self._remarked.add(node)
+        for node, text in report.warnings_by_node.items():
+            if node not in self._warned_about:
+                self._warned_about.add(node)
                 texts.append(text)
-        texts += report.notes
+        texts += report.reloads
         for text in texts:
             warnings.warn(text, UserWarning, stacklevel=5)
             self._records.log(text)
@@ -438,7 +439,7 @@ def _shapes(names: Sequence[str], params: Sequence[Tensor], buffers: Buffers | N
     return {
         "protocol": PROTOCOL,
         "parameters": [f"{n}: {shape(as_real(local_tensor(p)))}" for n, p in zip(names, params, strict=True)],
-        "buffers": [f"{name}: {shape(b)}" for name, b in buffers.now().items()] if buffers else [],
+        "buffers": [f"{name}: {shape(b)}" for name, b in buffers.tensors().items()] if buffers else [],
     }
 
 

@@ -13,15 +13,15 @@ from tailopt.distributed.exchange import Exchange
 from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.interfaces import run as blocking
 from tailopt.distributed.mesh import local_tensor, rank_group
-from tailopt.distributed.terms import ExchangeReport, Statement, Terms
+from tailopt.distributed.round_records import ExchangeReport, JudgingCriteria, Statement
 from tailopt.distributed.weight_sync import AT_FAULT, other_weights
 from tailopt.engines.model_state import Buffers, as_real
 from tailopt.rounds.drops import DROPPED
 from tailopt.rounds.hyperparameters import RuleHyperparameters
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.policy import RoundPolicy
-from tailopt.rounds.round import LocalState
-from tailopt.rules.adam import fresh
+from tailopt.rounds.round import DivergedState
+from tailopt.rules.adam import initial_adam_state
 from tailopt.rules.rule import State
 
 
@@ -33,10 +33,10 @@ class Node:
         buffers: the model's, or None where they stay local.
         exchange: with the other nodes.
         x: the global weights, flat, in the arithmetic's type.
-        outer: the outer rule's state of this node's partition.
+        outer_state: the outer rule's state of this node's partition.
         average: of the rounds' weights, flat, or None.
         round: the number of completed rounds.
-        local: where this node continues, if not from the global weights.
+        diverged_state: where this node continues, if not from the global weights.
         second_moment: the outer second moment, where the algorithm sends it to the nodes.
     """
 
@@ -57,10 +57,10 @@ class Node:
         ranks = None if inside is None else GlooTransport.of(inside)
         self.exchange = Exchange(transport, list(names), shapes, dtypes, ranks, self.params)
         self.x = flat_kernels.alloc_huge_pages(self.exchange.layout.total, self.exchange.dtype)
-        self.outer: list[State] = [{} for _ in self.exchange.segments]
+        self.outer_state: list[State] = [{} for _ in self.exchange.segments]
         self.average: Tensor | None = torch.zeros_like(self.x) if average else None
         self.round = 0
-        self.local: LocalState | None = None
+        self.diverged_state: DivergedState | None = None
         self.second_moment: Tensor | None = None
         self._buffers_before: dict[str, Tensor] = {}
         torch._foreach_copy_(self.exchange.layout.views(self.x, self.exchange.shapes), local)
@@ -109,7 +109,7 @@ class Node:
 
         Returns what is worth a warning.
         """
-        _, differing = blocking(self.exchange.meet(self.round, 0, self.x, guard))
+        _, differing = blocking(self.exchange.compare_weights_at_barrier(self.round, 0, self.x, guard))
         return self.load_again(differing)
 
     def load_again(self, differing: Sequence[tuple[int, int]]) -> list[str]:
@@ -120,18 +120,18 @@ class Node:
 
     def _host_buffers(self) -> dict[str, Tensor]:
         """Return the buffers on the CPU, where the exchange is: themselves, or copies."""
-        return {name: b.cpu().contiguous() for name, b in self.buffers.now().items()} if self.buffers else {}
+        return {name: b.cpu().contiguous() for name, b in self.buffers.tensors().items()} if self.buffers else {}
 
     def _load_buffers(self, values: Mapping[str, Tensor]) -> None:
         if self.buffers:
             self.buffers.load(values)
             self._buffers_before = {name: b.clone() for name, b in self._host_buffers().items()}
 
-    def begun_buffers(self) -> Mapping[str, Tensor]:
+    def buffers_at_round_start(self) -> Mapping[str, Tensor]:
         """Return the buffers as the round began: the same on every node."""
         return self._buffers_before
 
-    def begin_with(self, buffers: Mapping[str, Tensor]) -> None:
+    def load_buffers_at_round_start(self, buffers: Mapping[str, Tensor]) -> None:
         """Load the buffers with which a round begins."""
         self._load_buffers(buffers)
 
@@ -140,7 +140,7 @@ class Node:
         self,
         participants: Participants,
         statement: Statement,
-        terms: Terms,
+        criteria: JudgingCriteria,
         outer: RuleHyperparameters,
         policy: RoundPolicy,
         send_second_moment: bool = False,
@@ -154,13 +154,15 @@ class Node:
         if takes_part:
             exchange.measure_displacement(self.local_tensors(), self.x)
         before, buffers = self._buffers_before, self._host_buffers()
-        closed = exchange.close(t, participants, self.x, buffers, before, statement, terms)
+        closed = exchange.exchange_and_settle(t, participants, self.x, buffers, before, statement, criteria)
         report, mean_buffers = blocking(closed)
         if takes_part:
             lost = any(e.node == self.number and e.reason == DROPPED for e in report.settlement.excluded)
-            self.local = self._local_state() if lost and policy.keeps_local_weights else None
-        if report.settlement.counted:  # where nothing arrived, nothing moves
-            blocking(exchange.outer(self.x, self.outer, outer.rule, outer.at(t), policy.radius))
+            self.diverged_state = self._copy_state() if lost and policy.keeps_local_weights else None
+        if report.settlement.counted_shares:  # where nothing arrived, nothing moves
+            blocking(
+                exchange.take_outer_step(self.x, self.outer_state, outer.rule, outer.at(t), policy.projection_radius)
+            )
         if send_second_moment:
             self.gather_second_moment()
         self.round = t
@@ -169,33 +171,33 @@ class Node:
             self.average[partition].lerp_(self.x[partition], 2.0 / (self.round + 1))
         self._load_buffers(mean_buffers)
         self.load()
-        if report.last:
-            report.notes = self.confirm_weights(policy.guard)
+        if report.may_be_last:
+            report.reloads = self.confirm_weights(policy.guard)
         return report
 
-    def _local_state(self) -> LocalState:
-        buffers = {name: b.clone() for name, b in self.buffers.now().items()} if self.buffers else {}
-        return LocalState([p.clone() for p in self.local_tensors()], buffers)
+    def _copy_state(self) -> DivergedState:
+        buffers = {name: b.clone() for name, b in self.buffers.tensors().items()} if self.buffers else {}
+        return DivergedState([p.clone() for p in self.local_tensors()], buffers)
 
     @torch.no_grad()
     def begin_round(self) -> None:
         """Begin a round in which this node takes part: from the global weights, or from its own."""
-        if self.local is not None:
-            torch._foreach_copy_(self.local_tensors(), self.local.weights)
+        if self.diverged_state is not None:
+            torch._foreach_copy_(self.local_tensors(), self.diverged_state.weights)
             if self.buffers:
-                self.buffers.load(self.local.buffers)
+                self.buffers.load(self.diverged_state.buffers)
 
     def gather_second_moment(self) -> None:
         """Gather the outer second moment from all nodes' partitions."""
         flat = torch.zeros_like(self.x)
-        for part, state in zip(self.exchange.partition.views(flat), self.outer, strict=True):
+        for part, state in zip(self.exchange.partition.views(flat), self.outer_state, strict=True):
             if "exp_avg_sq" in state:
                 part.copy_(state["exp_avg_sq"])
-        blocking(self.exchange.share_compared(flat))
+        blocking(self.exchange.share_verified(flat))
         self.second_moment = flat
 
     def preconditioned_states(self, step: int) -> list[State]:
         """Return the state of an inner Adam that starts with the outer second moment."""
         assert self.second_moment is not None
         moments = self.exchange.layout.views(self.second_moment, self.exchange.shapes)
-        return [fresh(p, v, step) for p, v in zip(self.local_tensors(), moments, strict=True)]
+        return [initial_adam_state(p, v, step) for p, v in zip(self.local_tensors(), moments, strict=True)]

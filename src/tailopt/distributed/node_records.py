@@ -22,7 +22,7 @@ from tailopt.distributed.node import Node
 from tailopt.distributed.rank_group import RankGroup
 from tailopt.distributed.resume_checks import FirstInputs, Rates, rates
 from tailopt.distributed.shared_state import restore
-from tailopt.rounds.round import LocalState
+from tailopt.rounds.round import DivergedState
 
 NO_RUN_FOLDER = "There is no run folder, so the run begins again: give NestedOptimizer run=... and resume=True."
 
@@ -85,7 +85,7 @@ class NodeRecords:
         self._first_inputs: list[int] = []
         self._coordinator: CheckpointCoordinator | None = None
         if options.folder is not None:
-            ranks = RankGroup(node.exchange.transport, node.exchange.shards)
+            ranks = RankGroup(node.exchange.transport, node.exchange.rank_transport)
             self._coordinator = CheckpointCoordinator(ranks, Path(options.folder), options.keep, guard)
 
     @property
@@ -137,17 +137,17 @@ class NodeRecords:
         """The user's program continues from here: `extra` can be called."""
         self._resumed_extra = None
 
-    def begin_round(self) -> None:
-        """Begin a round in which this node takes part."""
+    def watch_first_inputs(self) -> None:
+        """Look at the first inputs of the round that begins."""
         if self._inputs is not None:
             self._inputs.begin()
 
-    def end_round(self, t: int) -> None:
-        """End the local steps of a round."""
+    def compare_first_inputs(self, t: int) -> None:
+        """Read what was looked at in round t, and warn where the data start again."""
         if self._inputs is not None:
             self._inputs.end(t)
 
-    def check_rates(self) -> None:
+    def warn_if_rates_not_restored(self) -> None:
         """Warn where learning rates after a resume are those of a new run."""
         if self._rates is not None:
             self._rates.check(self._local_round.optimizer)
@@ -182,23 +182,23 @@ class NodeRecords:
             "extra": dict(extra),
             "first_inputs": self._inputs.first if self._inputs is not None else self._first_inputs,
         }
-        if node.local is not None:
-            saved["own"] = {"weights": node.local.weights, "buffers": node.local.buffers}
+        if node.diverged_state is not None:
+            saved["own"] = {"weights": node.diverged_state.weights, "buffers": node.diverged_state.buffers}
         if step:
             saved |= self._local_round.saved_steps()
             saved["weights"] = dict(zip(node.exchange.names, node.local_tensors(), strict=True))
-            saved["buffers"] = dict(node.buffers.now()) if node.buffers else {}
+            saved["buffers"] = dict(node.buffers.tensors()) if node.buffers else {}
             saved["loaded"] = node.exchange.loaded_digests
         return saved
 
     @torch.no_grad()
     def _load_local(self, saved: Mapping[str, Any], step: int) -> None:
         node, optimizer = self._node, self._local_round.optimizer
-        fresh = rates(optimizer)
+        rates_of_a_new_run = rates(optimizer)
         self._local_round.load_saved(saved, in_the_middle=step > 0)
-        self._rates = Rates(fresh, rates(optimizer))
+        self._rates = Rates(rates_of_a_new_run, rates(optimizer))
         self._first_inputs = list(saved.get("first_inputs", []))  # older checkpoints lack it
-        node.local = LocalState(**saved["own"]) if "own" in saved else None
+        node.diverged_state = DivergedState(**saved["own"]) if "own" in saved else None
         restore_rng_states(saved["random"], node.device)
         if step:
             if "loaded" in saved:  # older checkpoints lack it

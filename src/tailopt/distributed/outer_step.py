@@ -14,7 +14,7 @@ from torch import Tensor
 from tailopt.clipping.step_cache import StepCache
 from tailopt.distributed import flat_kernels
 from tailopt.rounds.block_norm import BLOCK
-from tailopt.rules.rule import Hyperparameters, Rule, State, per_param
+from tailopt.rules.rule import Hyperparameters, Rule, State, value_for_param
 
 PIECE = 4 * BLOCK  # elements: the four arrays of an outer rule then fit the cache of a core
 
@@ -47,12 +47,12 @@ class PendingMean:
         rule: Rule,
         x: Tensor,
         states: Sequence[State],
-        numbers: Hyperparameters,
-        pieces: Sequence[tuple[int, int]],
+        hparams: Hyperparameters,
+        segment_ranges: Sequence[tuple[int, int]],
     ) -> bool:
         """Add up and take the outer step in one pass; False where the kernel cannot, and nothing has changed."""
         return flat_kernels.mean_and_sgd_step(
-            rule, x, states, numbers, flat_kernels.Rows(self.rows, self.weights, self.total_weight), pieces
+            rule, x, states, hparams, flat_kernels.Rows(self.rows, self.weights, self.total_weight), segment_ranges
         )
 
 
@@ -66,7 +66,7 @@ def outer_step(
     weights: Sequence[Tensor],
     means: Sequence[Tensor],
     states: Sequence[State],
-    numbers: Hyperparameters,
+    hparams: Hyperparameters,
     negated: NegatedPiece = negate_piece,
     cache: StepCache | None = None,
 ) -> None:
@@ -79,10 +79,10 @@ def outer_step(
     if not weights:  # the partition of this node is empty
         return
     if not names or any(name not in state for state in states for name in names):
-        rule.step(weights, [negated(i, d, slice(0, d.numel())) for i, d in enumerate(means)], states, numbers, cache)
+        rule.step(weights, [negated(i, d, slice(0, d.numel())) for i, d in enumerate(means)], states, hparams, cache)
         return
     for i, (x, mean, state) in enumerate(zip(weights, means, states, strict=True)):
-        of_segment = {key: per_param(value, i) for key, value in numbers.items()}
+        of_segment = {key: value_for_param(value, i) for key, value in hparams.items()}
         counters = {key: value for key, value in state.items() if key not in names}
         for k in range(0, max(x.numel(), 1), PIECE):
             cut = slice(k, k + PIECE)

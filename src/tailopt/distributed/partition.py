@@ -27,7 +27,7 @@ class Partition:
     Attributes:
         range: where the partition lies in the flat buffer.
         segments: the partition by tensor.
-        pieces: (start in the partition, count) of each segment.
+        segment_ranges: (start in the partition, count) of each segment.
         sharded: the tensors of which this rank has a part only.
     """
 
@@ -35,7 +35,7 @@ class Partition:
         self.layout, self.node, self.shapes, self._params = layout, node, shapes, params
         self.range = layout.partition(node)
         self.segments = layout.segments(node)
-        self.pieces = [(s.start - self.range.start, s.count) for s in self.segments]
+        self.segment_ranges = [(s.start - self.range.start, s.count) for s in self.segments]
         self.sharded = {i for groups, members in by_ranks(params).items() if groups for i in members}
         # of every node: the tensor to which each block of its partition belongs
         self._blocks = [
@@ -51,7 +51,7 @@ class Partition:
 
     def by_tensor(self, buffer: Tensor) -> list[Tensor]:
         """The segments in a buffer that has this partition alone."""
-        return [buffer[start : start + count] for start, count in self.pieces]
+        return [buffer[start : start + count] for start, count in self.segment_ranges]
 
     def block_sums(self, buffer: Tensor) -> Tensor:
         """The sum of squares of each block of this partition, padded to the length of the longest partition."""
@@ -69,10 +69,10 @@ class Partition:
                 sums[tensor] += value
         return sums
 
-    def numbers_by_segment(self, numbers: Hyperparameters) -> dict[str, Any]:
-        """Numbers with an entry for each parameter, as numbers with an entry for each segment."""
+    def hparams_by_segment(self, hparams: Hyperparameters) -> dict[str, Any]:
+        """Numbers with an entry for each parameter, as hparams with an entry for each segment."""
         by_segment: dict[str, Any] = {}
-        for key, value in numbers.items():
+        for key, value in hparams.items():
             if isinstance(value, list):
                 value = [self._of_segment(value[s.tensor], s) for s in self.segments]
             elif isinstance(value, Tensor) and value.dim():
@@ -84,7 +84,7 @@ class Partition:
         """A bound by coordinate, with coefficients for each segment; norms need all partitions, and bound nothing."""
         if limit.kind != "coordinate":
             return Bound(None)
-        a, c = (self.numbers_by_segment({"value": value})["value"] for value in (limit.a, limit.c))
+        a, c = (self.hparams_by_segment({"value": value})["value"] for value in (limit.constant, limit.slope))
         return Bound(limit.kind, a, c, limit.steps)
 
     def _of_segment(self, value: Any, s: Segment) -> Any:

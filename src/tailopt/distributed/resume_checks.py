@@ -26,21 +26,22 @@ STEPS = 2  # after a resume, in which learning rates are compared: a scheduler t
 class Rates:
     """Compares learning rates after a resume with those of the checkpoint."""
 
-    def __init__(self, fresh: Sequence[float], then: Sequence[float]) -> None:
-        self._fresh, self._then = list(fresh), list(then)
-        self._left = STEPS if list(fresh) != list(then) else 0
+    def __init__(self, of_a_new_run: Sequence[float], saved: Sequence[float]) -> None:
+        self._of_a_new_run, self._saved = list(of_a_new_run), list(saved)
+        self._left = STEPS if self._of_a_new_run != self._saved else 0
 
     def check(self, optimizer: Optimizer) -> None:
         """Warn where a group steps with the rate of a new run."""
         if not self._left:
             return
         self._left -= 1
-        for k, (now, fresh, then) in enumerate(zip(rates(optimizer), self._fresh, self._then, strict=False)):
-            if now != then and abs(now - fresh) < abs(now - then):
+        each = zip(rates(optimizer), self._of_a_new_run, self._saved, strict=False)
+        for k, (now, new, saved) in enumerate(each):
+            if now != saved and abs(now - new) < abs(now - saved):
                 self._left = 0
                 warnings.warn(
-                    f"The learning rate of group {k} is {now:g} in the first steps after the resume; it was {then:g} "
-                    f"in the checkpoint, and is {fresh:g} in a new run. Was the scheduler restored? Keep its "
+                    f"The learning rate of group {k} is {now:g} in the first steps after the resume; it was {saved:g} "
+                    f"in the checkpoint, and is {new:g} in a new run. Was the scheduler restored? Keep its "
                     "state_dict() in `extra`, and build it before the NestedOptimizer, which restores the rates.",
                     UserWarning,
                     stacklevel=4,
@@ -89,9 +90,9 @@ class FirstInputs:
         if self._handle is None:
             return
         self._armed = False
-        found = int(self._pending) if self._pending is not None else None
+        digest = int(self._pending) if self._pending is not None else None
         first, self._first = self._first, self.first
-        if found is not None and self._resumed and len(first) == 2 and first[0] != first[1] and found == first[0]:
+        if digest is not None and self._resumed and len(first) == 2 and first[0] != first[1] and digest == first[0]:
             warnings.warn(
                 f"The data start again: the first inputs after the resume (round {t}) are those of the first "
                 "round. Restore the position in the data: keep it in `extra`, and read it from `resumed.extra`.",

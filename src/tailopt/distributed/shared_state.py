@@ -46,7 +46,7 @@ def tensor_places(node: Node) -> list[Place]:
     for i, (name, p, local) in enumerate(zip(exchange.names, node.params, exchange.shapes, strict=True)):
         before = exchange.elements_before(i)
         if before is None:
-            places.append(Place(tuple(local), 0, exchange.shards is None or exchange.shards.node == 0))
+            places.append(Place(tuple(local), 0, exchange.rank_transport is None or exchange.rank_transport.node == 0))
             continue
         assert is_dtensor(p)
         if not all(placement.is_replicate() or placement.is_shard(0) for placement in p.placements):
@@ -67,7 +67,7 @@ def shared_of(node: Node) -> tuple[dict[str, ElementRange], dict[str, Any]]:
     exchange, parts, plain, where = node.exchange, {}, {}, tensor_places(node)
     single: list[str] = []
     group: Any = None
-    for s, state in zip(exchange.segments, node.outer, strict=True):
+    for s, state in zip(exchange.segments, node.outer_state, strict=True):
         name = exchange.names[s.tensor]
         shape, before, writes = where[s.tensor]
         start = before + s.offset
@@ -93,14 +93,14 @@ def shared_of(node: Node) -> tuple[dict[str, ElementRange], dict[str, Any]]:
                     "state with one element for each weight, or with a single one, can be saved. Use another outer "
                     "optimizer, or leave `run` out."
                 )
-    if exchange.transport.node == 0 and (exchange.shards is None or exchange.shards.node == 0):
+    if exchange.transport.node == 0 and (exchange.rank_transport is None or exchange.rank_transport.node == 0):
         for name, (shape, _, _) in zip(exchange.names, where, strict=True):
             if not math.prod(shape):
                 empty = ElementRange(node.x[:0], 0, shape)
                 parts[child_path("global.weights", name)] = empty
                 if node.average is not None:
                     parts[child_path("global.average", name)] = empty
-        for name, buffer in node.begun_buffers().items():
+        for name, buffer in node.buffers_at_round_start().items():
             parts[child_path("global.buffers", name)] = ElementRange(buffer, 0, tuple(buffer.shape))
     return parts, {"outer": plain, "single": single, "group": group}
 
@@ -138,7 +138,7 @@ def merged_meta(
 def read(path: Path, node: Node) -> Snapshot:
     """What this node needs of a checkpoint, checked: all weights, its partition of the outer state, its local state."""
     exchange, transport = node.exchange, node.exchange.transport
-    ranks = RankGroup(transport, exchange.shards)
+    ranks = RankGroup(transport, exchange.rank_transport)
     body = checkpoints.read_manifest(path)
     meta = decode(body["meta"])
     if body["step"] and meta["writers"] != transport.nodes:
@@ -189,7 +189,7 @@ def _layouts(
         return {name: (None, tuple(body["tensors"][key]["shape"])) for name, key in keys.items()}
 
     weights: dict[str, TensorSpec] = {n: (None, tuple(p.shape)) for n, p in zip(exchange.names, where, strict=True)}
-    buffers: dict[str, TensorSpec] = {name: (None, tuple(b.shape)) for name, b in node.begun_buffers().items()}
+    buffers: dict[str, TensorSpec] = {name: (None, tuple(b.shape)) for name, b in node.buffers_at_round_start().items()}
     then = ModelLayout(saved_specs("weights"), saved_specs("buffers"), saved["average"] is not None)
     return then, ModelLayout(weights, buffers, node.average is not None)
 
@@ -198,7 +198,7 @@ def _layouts(
 def restore(snapshot: Snapshot, node: Node) -> dict[str, Any] | None:
     """Copy what all share into a node; returns its local state, None where it did not write the checkpoint."""
     exchange, tensors, where = node.exchange, snapshot.tensors, tensor_places(node)
-    ranks = RankGroup(exchange.transport, exchange.shards)
+    ranks = RankGroup(exchange.transport, exchange.rank_transport)
     saved, single = snapshot.meta["global"], set(snapshot.meta["single"])
     views = exchange.layout.views(node.x, exchange.shapes)
     for name, view, place in zip(exchange.names, views, where, strict=True):
@@ -213,13 +213,13 @@ def restore(snapshot: Snapshot, node: Node) -> dict[str, Any] | None:
             key: tensors[key].clone() if key in single else tensors[key].reshape(-1)[own_range].clone()
             for key in tensor_names(packed)
         }
-        node.outer[i] = unpack(parts, packed)
+        node.outer_state[i] = unpack(parts, packed)
         if i == 0 and (group := saved["outer"][exchange.names[0]].get(GROUP)) is not None:
-            node.outer[0][GROUP] = group
+            node.outer_state[0][GROUP] = group
         if node.average is not None:
             node.average[s.start : s.stop] = tensors[child_path("global.average", name)].reshape(-1)[own_range]
     node.round = snapshot.round
-    node.begin_with({name: tensors[child_path("global.buffers", name)] for name in saved["buffers"]})
+    node.load_buffers_at_round_start({name: tensors[child_path("global.buffers", name)] for name in saved["buffers"]})
     local = snapshot.meta["nodes"].get(str(ranks.number))
     if local is None:
         return None

@@ -262,7 +262,7 @@ class Peers:
         """The round that this node is in."""
         return self.membership.round
 
-    def at(self, round: int, step: int) -> None:
+    def report_position(self, round: int, step: int) -> None:
         """Say where this node is."""
         self.membership.heartbeat.round, self.membership.heartbeat.step = round, step
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from tailopt.distributed.agreement import shape
 from tailopt.distributed.errors import Disagreement
-from tailopt.distributed.header import word_of
+from tailopt.distributed.header import digest64
 from tailopt.distributed.mesh import local_tensor
 from tailopt.distributed.threads import Peers
 
@@ -55,7 +55,7 @@ class TrainedParameters:
         """Return a digest of which parameters train now."""
         flags = tuple((id(p), p.requires_grad) for group in self._optimizer.param_groups for p in group["params"])
         if flags != self._flags:
-            self._flags, self._digest = flags, word_of(json.dumps(self.described()).encode())
+            self._flags, self._digest = flags, digest64(json.dumps(self.described()).encode())
         return self._digest
 
     def described(self) -> list[str]:

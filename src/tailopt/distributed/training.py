@@ -25,7 +25,7 @@ from tailopt.evaluation import evaluating
 from tailopt.records import history
 from tailopt.records.folder import is_run
 from tailopt.records.ledger import Ledger
-from tailopt.seeds import derive, step_seed
+from tailopt.seeds import derive_seed, step_seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def train(
 def _local_round(opt: NestedOptimizer, model: torch.nn.Module, plan: TrainingPlan, source: DatasetBatches) -> None:
     """Take the local steps of a round with the seeds of the simulation."""
     node, t = dist.get_rank(), opt.node.round + 1
-    seed = derive(plan.seed, "model", t, node)
+    seed = derive_seed(plan.seed, "model", t, node)
     seed_python_and_numpy(seed)
     batches = source.batches(node, t, opt.taken, plan.local_steps)
     losses = []

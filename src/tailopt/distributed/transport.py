@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tailopt.distributed.header import Header, damaged, word_of
+from tailopt.distributed.header import Header, damaged, digest64
 from tailopt.records.tensor_bytes import tensor_bytes
 
 MESSAGE = 1 << 20  # elements, about: smaller messages cost turns, larger ones make other nodes wait
@@ -121,7 +121,7 @@ class Transport(ABC):
 
 def _digest(data: Tensor, sequence: int) -> Tensor:
     """The digest of bytes in an exchange, as bytes."""
-    return torch.tensor([word_of(tensor_bytes(data), sequence)], dtype=torch.int64).view(torch.uint8)
+    return torch.tensor([digest64(tensor_bytes(data), sequence)], dtype=torch.int64).view(torch.uint8)
 
 
 def _messages(tensors: Sequence[Tensor], others: Sequence[int]) -> Iterator[tuple[int, Tensor]]:

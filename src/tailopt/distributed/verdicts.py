@@ -12,7 +12,7 @@ from enum import IntEnum
 
 from tailopt.distributed.errors import named
 from tailopt.distributed.header import Damaged, Header
-from tailopt.distributed.terms import Terms
+from tailopt.distributed.round_records import JudgingCriteria
 from tailopt.rounds.drops import Dropped
 from tailopt.rounds.guard import BEYOND, NOT_FINITE, Exclusion
 
@@ -32,8 +32,8 @@ class Verdict(IntEnum):
     OTHER_WEIGHTS = 9
 
 
-Row = tuple[float, float, float, float]  # verdict, tensor, value, bound
-SOUND: Row = (0.0, 0.0, 0.0, 0.0)
+VerdictRow = tuple[float, float, float, float]  # verdict, tensor, value, bound
+SOUND: VerdictRow = (0.0, 0.0, 0.0, 0.0)
 
 _ABOUT_A_TENSOR = (Verdict.NOT_FINITE, Verdict.BEYOND_BOUND)
 _REASONS = {
@@ -66,11 +66,11 @@ class DamagedOnTheWay(Exclusion):
 
 
 @dataclass(frozen=True)
-class OtherWeights(Exclusion):
+class BeganFromOtherWeights(Exclusion):
     """A node that began the round from other weights than it was sent."""
 
     @classmethod
-    def of(cls, node: int, sender: int) -> OtherWeights:
+    def of(cls, node: int, sender: int) -> BeganFromOtherWeights:
         """With the node that sent them."""
         return cls(node, f"weights of node {sender}", 0.0, None, "began from other weights than were sent")
 
@@ -81,14 +81,14 @@ class OtherWeights(Exclusion):
         )
 
 
-def verdict_row(verdict: Verdict, tensor: int = 0, value: float = 0.0, bound: float = 0.0) -> Row:
+def verdict_row(verdict: Verdict, tensor: int = 0, value: float = 0.0, bound: float = 0.0) -> VerdictRow:
     """A verdict as it is sent."""
     return float(verdict), float(tensor), value, bound
 
 
 def header_verdict(
-    t: int, node: int, header: Header, weights_sender: int | None, wrong_bound: bool, terms: Terms
-) -> Row | None:
+    t: int, node: int, header: Header, weights_sender: int | None, wrong_bound: bool, criteria: JudgingCriteria
+) -> VerdictRow | None:
     """What a header alone decides about a node. All nodes have the same headers, so all decide the same.
 
     Args:
@@ -97,9 +97,9 @@ def header_verdict(
         header: as it arrived.
         weights_sender: a node whose weights this one loaded differently, if there is one.
         wrong_bound: whether it stated another bound than agreed.
-        terms: what the round is judged by.
+        criteria: what the round is judged by.
     """
-    if not header.sends:
+    if not header.contributes:
         return verdict_row(Verdict.DROPPED)
     if header.round != t:
         return verdict_row(Verdict.OTHER_ROUND, value=float(header.round), bound=float(t))
@@ -107,15 +107,19 @@ def header_verdict(
         return verdict_row(Verdict.OTHER_NODE, value=float(header.node), bound=float(node))
     if weights_sender is not None:
         return verdict_row(Verdict.OTHER_WEIGHTS, value=float(weights_sender))
-    if terms.guard and not 0 <= header.steps <= terms.most_steps:
-        return verdict_row(Verdict.TOO_MANY_STEPS, value=float(header.steps), bound=terms.most_steps)
-    if terms.guard and wrong_bound:
+    if criteria.guard and not 0 <= header.steps <= criteria.most_steps:
+        return verdict_row(Verdict.TOO_MANY_STEPS, value=float(header.steps), bound=criteria.most_steps)
+    if criteria.guard and wrong_bound:
         return verdict_row(Verdict.OTHER_SETTINGS)
     return None
 
 
-def unanimous(
-    t: int, nodes: Sequence[int], by_judge: Sequence[Sequence[Row]], judges: Sequence[int], places: Sequence[str]
+def merge_verdicts(
+    t: int,
+    nodes: Sequence[int],
+    by_judge: Sequence[Sequence[VerdictRow]],
+    judges: Sequence[int],
+    tensor_and_buffer_names: Sequence[str],
 ) -> dict[int, Exclusion]:
     """The nodes that all leave out of a round, and why.
 
@@ -124,11 +128,11 @@ def unanimous(
         nodes: the participants.
         by_judge: of every judge, a row about every node.
         judges: the node of each judge: a node may have several ranks.
-        places: tensors and buffers, by number.
+        tensor_and_buffer_names: tensors and buffers, by number.
     """
     for judge, rows in zip(judges, by_judge, strict=True):
         for about, row in enumerate(rows):
-            _check(t, judge, about, row, len(places))
+            _check(t, judge, about, row, len(tensor_and_buffer_names))
     excluded: dict[int, Exclusion] = {}
     for node in nodes:
         rows = [rows[node] for rows in by_judge if rows[node][0]]
@@ -136,30 +140,32 @@ def unanimous(
         if receivers:
             excluded[node] = DamagedOnTheWay.of(node, receivers)
         elif rows:
-            excluded[node] = _exclusion(node, min(rows, key=lambda r: (r[0], r[1], r[3] - abs(r[2]))), places)
+            excluded[node] = _exclusion(
+                node, min(rows, key=lambda r: (r[0], r[1], r[3] - abs(r[2]))), tensor_and_buffer_names
+            )
     return excluded
 
 
-def _check(t: int, judge: int, about: int, row: Row, places: int) -> None:
+def _check(t: int, judge: int, about: int, row: VerdictRow, tensor_and_buffer_names: int) -> None:
     """A verdict that means nothing names its sender: acting on it would exclude a node for no reason."""
     code, tensor = row[0], row[1]
     known = code in tuple(Verdict)
-    if known and (code not in _ABOUT_A_TENSOR or (tensor.is_integer() and 0 <= tensor < places)):
+    if known and (code not in _ABOUT_A_TENSOR or (tensor.is_integer() and 0 <= tensor < tensor_and_buffer_names)):
         return
-    what = f"code {code:g}" if not known else f"tensor {tensor:g} of {places}"
+    what = f"code {code:g}" if not known else f"tensor {tensor:g} of {tensor_and_buffer_names}"
     raise Damaged(
         f"Round {t}: node {judge} sent a verdict about node {about} that cannot be read ({what}). Does it run another "
         "version? Restart all nodes from the last checkpoint."
     )
 
 
-def _exclusion(node: int, row: Row, places: Sequence[str]) -> Exclusion:
+def _exclusion(node: int, row: VerdictRow, tensor_and_buffer_names: Sequence[str]) -> Exclusion:
     verdict, tensor, value, bound = Verdict(int(row[0])), int(row[1]), row[2], row[3]
     if verdict is Verdict.DROPPED:
         return Dropped.of(node)
     if verdict is Verdict.OTHER_WEIGHTS:
-        return OtherWeights.of(node, int(value))
-    place = places[tensor] if verdict in _ABOUT_A_TENSOR else "what arrived"
+        return BeganFromOtherWeights.of(node, int(value))
+    place = tensor_and_buffer_names[tensor] if verdict in _ABOUT_A_TENSOR else "what arrived"
     return Exclusion(node, place, value, bound if verdict is Verdict.BEYOND_BOUND else None, _REASONS[verdict])
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from tailopt.distributed import flat_kernels
 from tailopt.distributed.errors import named
 from tailopt.distributed.flat_kernels import BufferStats, SegmentTable
-from tailopt.distributed.header import Damaged, Header, damaged, word_of
+from tailopt.distributed.header import Damaged, Header, damaged, digest64
 from tailopt.distributed.layout import Layout
 from tailopt.distributed.transport import Transport
 from tailopt.distributed.verdicts import pairs_that_differ
@@ -66,7 +66,7 @@ class WeightSync:
         self.sent = flat_kernels.checksum_and_max(x[self._layout.partition(self._node)])
         await self.share(transport, x)
 
-    async def share_compared(self, transport: Transport, flat: Tensor) -> None:
+    async def share_verified(self, transport: Transport, flat: Tensor) -> None:
         """Share what no later header states: compared at once, and sent once more where it arrived differently."""
         sent = flat_kernels.checksum(flat[self._layout.partition(self._node)])
         differing: list[Pair] = []
@@ -79,7 +79,7 @@ class WeightSync:
                 return
         raise damaged("the outer state, twice,", *differing[0])
 
-    async def broadcast_compared(self, transport: Transport, tensor: Tensor) -> None:
+    async def broadcast_verified(self, transport: Transport, tensor: Tensor) -> None:
         """Give every node node 0's tensor: compared at once, and sent once more where it arrived differently.
 
         The owners of partitions have not sent these weights, so the headers of the first round could not tell which
@@ -89,14 +89,16 @@ class WeightSync:
         digests: list[int] = []
         for _ in range(2):
             await transport.broadcast(data)
-            mine = word_of(tensor_bytes(data))
+            mine = digest64(tensor_bytes(data))
             digests = (await transport.gather(torch.tensor([mine], dtype=torch.int64))).reshape(-1).tolist()
             if len(set(digests)) == 1:
                 return
         receiver = next(k for k, digest in enumerate(digests) if digest != digests[0])
         raise damaged("what all nodes begin with, twice,", 0, receiver)
 
-    async def reload(self, transport: Transport, round: int, headers: Sequence[Header], x: Tensor) -> list[Pair]:
+    async def resend_differing(
+        self, transport: Transport, round: int, headers: Sequence[Header], x: Tensor
+    ) -> list[Pair]:
         """Give nodes that loaded other weights of a round than were sent the right ones; returns the pairs.
 
         Raises:

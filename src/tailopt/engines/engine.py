@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from tailopt.rounds.participants import Participants
-from tailopt.rounds.round import Contribution, GlobalState, LocalState, RoundResult
+from tailopt.rounds.round import Contribution, DivergedState, GlobalState, RoundResult
 from tailopt.rules.rule import State
 
 Evaluate = Callable[[torch.nn.Module], Mapping[str, Any]]
@@ -20,13 +20,13 @@ class Engine(Protocol):
     Attributes:
         steps_done: local steps that every node has taken since the run began.
         inner_states: the inner optimizer's state of every node that keeps one.
-        local_states: of every node that continues from weights of its own.
+        diverged_states: of every node that continues from weights of its own.
         repeatability_probe: a digest of the last round's first batch, to be compared when a run is resumed.
     """
 
     steps_done: list[int]
     inner_states: dict[int, list[State]]
-    local_states: dict[int, LocalState]
+    diverged_states: dict[int, DivergedState]
     repeatability_probe: dict[str, Any]
 
     def contributions(
@@ -37,7 +37,7 @@ class Engine(Protocol):
         keep_local: nodes whose last weights are kept, because they continue from them.
         """
 
-    def commit(self, result: RoundResult) -> None:
+    def keep_node_states(self, result: RoundResult) -> None:
         """Take over what nodes keep after a round."""
 
     def evaluate(self, state: GlobalState, function: Evaluate) -> dict[str, Any]:

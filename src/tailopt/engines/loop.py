@@ -147,7 +147,7 @@ class Loop:
             trained = time.perf_counter()
             self._state_is_ahead = True
             finish_round(state, result, self._hparams.outer.rule, hparams, policy, self._outer_cache)
-        self._engine.commit(result)
+        self._engine.keep_node_states(result)
         row = self._row(state, result)
         if self._run is not None:
             self._run.append(row, {"local": trained - began, "round_seconds": time.perf_counter() - began})

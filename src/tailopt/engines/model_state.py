@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tailopt.clipping.counts import is_flat
-from tailopt.clipping.operators import arithmetic
-from tailopt.rounds.round import GlobalState, LocalState
+from tailopt.clipping.counts import is_gap_free
+from tailopt.clipping.operators import compute_dtype
+from tailopt.rounds.round import DivergedState, GlobalState
 
 
 class ModelState:
@@ -27,7 +27,7 @@ class ModelState:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.names, self.params = trainable(model)
-        self._flat = flattened(self.params)
+        self._flat = flatten_in_place(self.params)
         self.weights = [as_real(p.detach()) for p in self.params]
         self.buffers = Buffers(model)
 
@@ -35,33 +35,35 @@ class ModelState:
         """Return the state before the first round: copies of weights, in the arithmetic's type, and of buffers."""
         flat = self._flat
         if flat is None:
-            weights = [w.to(arithmetic(w.dtype), copy=True) for w in self.weights]
+            weights = [w.to(compute_dtype(w.dtype), copy=True) for w in self.weights]
         else:
             flat = flat.clone()
             weights = [flat.as_strided(p.shape, p.stride(), p.storage_offset()) for p in self.params]
         mean = [torch.zeros_like(w) for w in weights] if average else None
-        buffers = {name: buffer.clone() for name, buffer in self.buffers.now().items()}
+        buffers = {name: buffer.clone() for name, buffer in self.buffers.tensors().items()}
         return GlobalState(self.names, weights, buffers, [{} for _ in weights], mean, flat=flat)
 
-    def local_state(self) -> LocalState:
+    def local_state(self) -> DivergedState:
         """Return a copy of the model as it is now, in host memory."""
-        buffers = {name: b.to("cpu", copy=True) for name, b in self.buffers.now().items()}
-        return LocalState([w.to("cpu", copy=True) for w in self.weights], buffers)
+        buffers = {name: b.to("cpu", copy=True) for name, b in self.buffers.tensors().items()}
+        return DivergedState([w.to("cpu", copy=True) for w in self.weights], buffers)
 
-    def load(self, state: GlobalState) -> Sequence[Tensor]:
-        """Load the global weights and buffers; return the start in the parameters' own types.
-
-        The start is copied only where the types differ.
-        """
+    def load(self, state: GlobalState) -> None:
+        """Load the global weights and buffers."""
         self.buffers.load(state.buffers)
         if self._flat is not None and state.flat is not None:
             self._flat.copy_(state.flat)
+        else:
+            torch._foreach_copy_(self.weights, state.weights)
+
+    def weights_in_own_types(self, state: GlobalState) -> Sequence[Tensor]:
+        """Return the global weights in the parameters' own types, right after `load`; copies where types differ."""
+        if self._flat is not None:
             return state.weights
-        torch._foreach_copy_(self.weights, state.weights)
         return [w if w.dtype == p.dtype else p.clone() for p, w in zip(self.weights, state.weights, strict=True)]
 
     @torch.no_grad()
-    def load_local(self, local: LocalState) -> None:
+    def load_local(self, local: DivergedState) -> None:
         """Load a node's own weights and buffers."""
         torch._foreach_copy_(self.weights, local.weights)
         self.buffers.load(local.buffers)
@@ -80,10 +82,10 @@ class ModelState:
         """
         if self._flat is not None and state.flat is not None:
             return self.weights, self._flat.sub_(state.flat)
-        if all(w.dtype == arithmetic(w.dtype) for w in self.weights):
+        if all(w.dtype == compute_dtype(w.dtype) for w in self.weights):
             torch._foreach_sub_(self.weights, list(start))
             return self.weights, None
-        types = [arithmetic(w.dtype) for w in self.weights]
+        types = [compute_dtype(w.dtype) for w in self.weights]
         return [w.to(t) - s.to(t) for w, s, t in zip(self.weights, start, types, strict=True)], None
 
 
@@ -95,7 +97,7 @@ class Buffers:
         names = [name for name, _ in model.named_buffers()]
         self._places = [(name, modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names]
 
-    def now(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Return the tensors themselves."""
         return {name: getattr(module, key).detach() for name, module, key in self._places}
 
@@ -116,10 +118,10 @@ def as_real(x: Tensor) -> Tensor:
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
-def flattened(params: Sequence[torch.nn.Parameter]) -> Tensor | None:
+def flatten_in_place(params: Sequence[torch.nn.Parameter]) -> Tensor | None:
     """Make the parameters views of one tensor and return it; None where they are not all of one wide type."""
     kinds = {(p.dtype, p.device) for p in params}
-    dense = all(type(p) is torch.nn.Parameter and is_flat(p) for p in params)
+    dense = all(type(p) is torch.nn.Parameter and is_gap_free(p) for p in params)
     if len(kinds) != 1 or not dense or params[0].dtype not in (torch.float32, torch.float64):
         return None
     if (shared := _shared_storage(params)) is not None:

@@ -28,10 +28,10 @@ from tailopt.evaluation import evaluating
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.hyperparameters import RuleHyperparameters
 from tailopt.rounds.participants import Participants
-from tailopt.rounds.round import Contribution, GlobalState, LocalState, RoundResult
-from tailopt.rules.adam import fresh
-from tailopt.rules.rule import Hyperparameters, State, per_param
-from tailopt.seeds import derive, step_seed
+from tailopt.rounds.round import Contribution, DivergedState, GlobalState, RoundResult
+from tailopt.rules.adam import initial_adam_state
+from tailopt.rules.rule import Hyperparameters, State, value_for_param
+from tailopt.seeds import derive_seed, step_seed
 
 PRECISIONS = {None: None, "fp32": None, "bf16": torch.bfloat16}
 
@@ -69,7 +69,7 @@ class Sequential:
     Attributes:
         steps_done: local steps that every node has taken since the run began.
         inner_states: of every node that keeps one, on the CPU.
-        local_states: weights and buffers of every node that continues from its own, on the CPU.
+        diverged_states: weights and buffers of every node that continues from its own, on the CPU.
         repeatability_probe: the first batch of the last finished round, as (node, round, taken, digest): the same
             question must get the same answer when a run is resumed.
     """
@@ -84,7 +84,7 @@ class Sequential:
         self._step_cache = StepCache()
         self.steps_done = [0] * training.batches.nodes
         self.inner_states: dict[int, list[State]] = {}
-        self.local_states: dict[int, LocalState] = {}
+        self.diverged_states: dict[int, DivergedState] = {}
         self.repeatability_probe: dict[str, Any] = {}
         self._pending_probe: dict[str, Any] = {}  # of the round that is under way
 
@@ -105,14 +105,15 @@ class Sequential:
 
     def _local_round(self, state: GlobalState, node: int, keep_local: bool) -> Contribution:
         t, training, model_state = state.round + 1, self._training, self._model_state
-        start = model_state.load(state)
-        local = self.local_states.get(node)
+        model_state.load(state)
+        start = model_state.weights_in_own_types(state)
+        local = self.diverged_states.get(node)
         if local is not None:  # its displacement is still measured from the global weights
             model_state.load_local(local)
         steps_done, steps = self.steps_done[node], training.batches.steps(node)
         inner = self._inner_states(state, node)
         # a node that did not start from the global weights may have come from anywhere: nothing bounds it
-        limit = training.hparams.bound(t, steps_done, steps) if local is None else Bound(None)
+        movement_bound = training.hparams.bound(t, steps_done, steps) if local is None else Bound(None)
         recorder = StatisticsRecorder("counts", len(model_state.params)) if training.statistics else None
         losses = self._local_steps(node, t, steps, inner, recorder)
         ended = model_state.local_state() if keep_local else None
@@ -122,12 +123,12 @@ class Sequential:
             start=start,
             delta=delta,
             flat=flat,
-            buffers=model_state.buffers.now(),
+            buffers=model_state.buffers.tensors(),
             loss=_mean(losses),
-            limit=limit,
+            movement_bound=movement_bound,
             steps=steps,
-            inner=[copied_to(s, "cpu") for s in inner] if training.algorithm.inner_state == "keep" else None,
-            local=ended,
+            inner_state=[copied_to(s, "cpu") for s in inner] if training.algorithm.inner_state == "keep" else None,
+            diverged_state=ended,
             statistics=recorder.take(len(model_state.params)) if recorder is not None else None,
         )
 
@@ -136,7 +137,7 @@ class Sequential:
     ) -> list[Tensor]:
         """Take the local steps of a node's round; returns their losses."""
         params, steps_done, at = self._model_state.params, self.steps_done[node], self._training.hparams.at
-        seed = derive(self._seed, "model", t, node)
+        seed = derive_seed(self._seed, "model", t, node)
         seed_python_and_numpy(seed)
         batches = self._training.batches.batches(node, t, steps_done, steps)
         losses = []
@@ -162,8 +163,10 @@ class Sequential:
             return [copied_to(s, self._device) for s in self.inner_states[node]]
         if algorithm.send_preconditioner and state.round:
             step = 0 if algorithm.send_preconditioner == "raw" else state.round
-            moments = [s.get("exp_avg_sq", torch.zeros_like(w)) for w, s in zip(weights, state.outer, strict=True)]
-            return [fresh(w, v, step) for w, v in zip(weights, moments, strict=True)]
+            moments = [
+                s.get("exp_avg_sq", torch.zeros_like(w)) for w, s in zip(weights, state.outer_state, strict=True)
+            ]
+            return [initial_adam_state(w, v, step) for w, v in zip(weights, moments, strict=True)]
         return [{} for _ in weights]
 
     def _backward(self, batch: Any, params: Sequence[torch.nn.Parameter]) -> Tensor:
@@ -194,7 +197,11 @@ class Sequential:
             grads = [as_real(g) for g in grads]
         if recorder is not None:
             for i, g in zip(moving, grads, strict=True):
-                u, d, zone = per_param(hparams.get("u", float("inf")), i), per_param(hparams.get("d", 0.0), i), 0.0
+                u, d, zone = (
+                    value_for_param(hparams.get("u", float("inf")), i),
+                    value_for_param(hparams.get("d", 0.0), i),
+                    0.0,
+                )
                 count_in_torch(g.coalesce() if g.is_sparse else g, i, (u, d, zone), recorder.counters(g.device))
         if not all_move:  # a parameter that the loss did not reach keeps its value and its state
             hparams = {k: [v[i] for i in moving] if isinstance(v, list) else v for k, v in hparams.items()}
@@ -207,7 +214,7 @@ class Sequential:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._autocast_dtype)
 
-    def commit(self, result: RoundResult) -> None:
+    def keep_node_states(self, result: RoundResult) -> None:
         """Take over what the nodes keep after a round.
 
         The steps of every participant count. A node that the guard or a robust mean excluded keeps the inner state from
@@ -217,14 +224,14 @@ class Sequential:
         self.repeatability_probe = self._pending_probe
         for node, steps in result.settlement.steps.items():
             self.steps_done[node] += steps
-            self.local_states.pop(node, None)
-        self.local_states.update(result.kept.local)
-        self.inner_states.update(result.kept.inner)
+            self.diverged_states.pop(node, None)
+        self.diverged_states.update(result.kept.diverged_states)
+        self.inner_states.update(result.kept.inner_states)
 
     def evaluate(self, state: GlobalState, function: Callable[[torch.nn.Module], Mapping[str, Any]]) -> dict[str, Any]:
         """Return the user's metrics of the global model, in evaluation mode."""
         self.load_into_model(state)
-        seed = derive(self._seed, "evaluate", state.round)
+        seed = derive_seed(self._seed, "evaluate", state.round)
         seed_python_and_numpy(seed)
         seed_torch(seed, self._device)
         with evaluating(self.model):
@@ -246,7 +253,7 @@ class Sequential:
         if not self.repeatability_probe:
             return
         node, t, steps_done = (self.repeatability_probe[key] for key in ("node", "round", "taken"))
-        seed = derive(self._seed, "model", t, node)
+        seed = derive_seed(self._seed, "model", t, node)
         seed_python_and_numpy(seed)
         seed_torch(step_seed(seed, 0), self._device)
         batch = next(iter(self._training.batches.batches(node, t, steps_done, 1)))

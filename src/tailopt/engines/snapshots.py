@@ -18,7 +18,7 @@ from tailopt.engines.sequential import copied_to
 from tailopt.records import checkpoints
 from tailopt.records.folder import Run
 from tailopt.records.model_check import ModelLayout, TensorSpec, check_same_model
-from tailopt.rounds.round import GlobalState, LocalState
+from tailopt.rounds.round import DivergedState, GlobalState
 from tailopt.rules.rule import State
 
 
@@ -28,7 +28,7 @@ def save(run: Run, state: GlobalState, engine: Engine) -> Path:
         {
             "weights": dict(zip(state.names, state.weights, strict=True)),
             "buffers": state.buffers,
-            "outer": dict(zip(state.names, state.outer, strict=True)),
+            "outer": dict(zip(state.names, state.outer_state, strict=True)),
             "average": None if state.average is None else dict(zip(state.names, state.average, strict=True)),
         },
         "global",
@@ -38,7 +38,7 @@ def save(run: Run, state: GlobalState, engine: Engine) -> Path:
     for node, states in engine.inner_states.items():
         nodes[node], inner[str(node)] = checkpoints.pack(states, "inner")
     local: dict[str, Any] = {}
-    for node, at in engine.local_states.items():
+    for node, at in engine.diverged_states.items():
         more, local[str(node)] = checkpoints.pack({"weights": at.weights, "buffers": at.buffers}, "own")
         nodes[node] = {**nodes.get(node, {}), **more}
     meta = {
@@ -48,7 +48,7 @@ def save(run: Run, state: GlobalState, engine: Engine) -> Path:
         "taken": engine.steps_done,
         "probe": engine.repeatability_probe,
     }
-    return checkpoints.save(run.path, state.round, tensors, nodes, meta, claim=run.claim)
+    return checkpoints.save(run.path, state.round, tensors, nodes, meta, permit=run.write_permit)
 
 
 def check(run: Run, snapshot: checkpoints.Snapshot, path: Path) -> None:
@@ -66,7 +66,7 @@ class _Contents(NamedTuple):
     steps_done: list[int]
     probe: dict[str, Any]
     inner_states: dict[int, list[State]]
-    local_states: dict[int, LocalState]
+    diverged_states: dict[int, DivergedState]
 
 
 def _contents(snapshot: checkpoints.Snapshot) -> _Contents:
@@ -81,7 +81,7 @@ def _contents(snapshot: checkpoints.Snapshot) -> _Contents:
         [int(steps) for steps in meta["taken"]],
         dict(meta["probe"]),
         {int(n): checkpoints.unpack(nodes[int(n)], packed) for n, packed in meta["inner"].items()},
-        {int(n): LocalState(**checkpoints.unpack(nodes[int(n)], packed)) for n, packed in local.items()},
+        {int(n): DivergedState(**checkpoints.unpack(nodes[int(n)], packed)) for n, packed in local.items()},
     )
 
 
@@ -94,12 +94,12 @@ def restore(snapshot: checkpoints.Snapshot, state: GlobalState, engine: Engine) 
     for name, weight in zip(state.names, state.weights, strict=True):
         weight.copy_(shared["weights"][name])
     state.buffers = {name: buffer.to(state.buffers[name].device) for name, buffer in shared["buffers"].items()}
-    state.outer = [copied_to(shared["outer"][name], device) for name in state.names]
+    state.outer_state = [copied_to(shared["outer"][name], device) for name in state.names]
     if shared["average"] is not None:
         state.average = [shared["average"][name].to(device) for name in state.names]
     state.round = snapshot.round
     engine.steps_done, engine.repeatability_probe = contents.steps_done, contents.probe
-    engine.inner_states, engine.local_states = contents.inner_states, contents.local_states
+    engine.inner_states, engine.diverged_states = contents.inner_states, contents.diverged_states
 
 
 def _layouts(shared: dict[str, Any], state: GlobalState) -> tuple[ModelLayout, ModelLayout]:

@@ -108,7 +108,7 @@ class Drop(Fault):
 
     def header(self, mine: Header, nodes: int) -> Header:
         """Mark that there is no contribution."""
-        return mine._replace(sends=0)
+        return mine._replace(contributes=0)
 
 
 @dataclass(frozen=True)

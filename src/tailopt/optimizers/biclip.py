@@ -12,12 +12,12 @@ from torch._compile import _disable_dynamo
 from tailopt.clipping.counts import StatisticsRecorder
 from tailopt.clipping.dispatch import update
 from tailopt.clipping.dtensor import local_pair
-from tailopt.clipping.kernels.kernel import Batch
+from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.norms import auto_dead_zone, largest
-from tailopt.clipping.operators import Number, arithmetic
+from tailopt.clipping.operators import Number, compute_dtype
 from tailopt.clipping.reference import ClipByValue, Step
 from tailopt.clipping.step_cache import StepCache
-from tailopt.optimizers.clipping_optimizer import ClippingOptimizer, Gathered, Group, GroupBatch, ScopeOf
+from tailopt.optimizers.clipping_optimizer import ClippingOptimizer, Gathered, Group, GroupAndStep, ScopeOf
 from tailopt.optimizers.threshold_warning import ThresholdCheck
 
 
@@ -102,17 +102,17 @@ class BiClip(ClippingOptimizer):
             raise ValueError(f'Invalid dead_zone: {dead_zone!r}; need a number with 0 <= dead_zone <= u, or "auto".')
         return super().lower_thresholds(group) + ([] if isinstance(dead_zone, str) else [("dead_zone", dead_zone)])
 
-    def _batches(self, gathered: Gathered) -> tuple[list[GroupBatch], ScopeOf]:
+    def _batches(self, gathered: Gathered) -> tuple[list[GroupAndStep], ScopeOf]:
         slot = self._slots() if self._statistics is not None else {}
         top = None
-        batches: list[GroupBatch] = []
+        batches: list[GroupAndStep] = []
         for group, params, grads in gathered:
             if top is None and group["dead_zone"] == "auto":
                 top = _largest_gradient(gathered)
             for positions, step in self._steps(group, params, top):
                 ps = params if positions is None else [params[i] for i in positions]
                 gs = grads if positions is None else [grads[i] for i in positions]
-                batches.append((group, Batch(ps, gs, step, [slot[id(p)] for p in ps] if slot else ())))
+                batches.append((group, StepGroup(ps, gs, step, [slot[id(p)] for p in ps] if slot else ())))
         if not torch.compiler.is_compiling() and self._threshold_check.due():
             names = self.names()
             self._threshold_check.look(batches, {key: names[slot] for key, slot in self._slots().items()})
@@ -133,7 +133,7 @@ class BiClip(ClippingOptimizer):
             self._checked_groups.keep_steps(group, steps)
         return steps
 
-    def _run(self, kind: str, batches: Sequence[Batch], recorder: StatisticsRecorder | None) -> None:
+    def _run(self, kind: str, batches: Sequence[StepGroup], recorder: StatisticsRecorder | None) -> None:
         if kind == "fused":
             _fused_biclip(batches, self._step_cache, recorder)
         elif kind == "single":
@@ -156,7 +156,7 @@ def _dead_zones(group: Group, params: Sequence[Tensor], top: Tensor | None) -> l
     assert top is not None
     result: list[tuple[list[int] | None, Number]] = []
     for dtype in (torch.float32, torch.float64):
-        positions: list[int] | None = [i for i, p in enumerate(params) if arithmetic(p.dtype) == dtype]
+        positions: list[int] | None = [i for i, p in enumerate(params) if compute_dtype(p.dtype) == dtype]
         result.append((positions, auto_dead_zone(top, group["u"], dtype)))
     return result
 
@@ -165,16 +165,16 @@ def _dead_zones(group: Group, params: Sequence[Tensor], top: Tensor | None) -> l
 # `_multi_tensor_<name>` there to see which implementation a step takes. The fused one stays out of compiled graphs.
 
 
-def _single_tensor_biclip(batches: Sequence[Batch], recorder: StatisticsRecorder | None) -> None:
+def _single_tensor_biclip(batches: Sequence[StepGroup], recorder: StatisticsRecorder | None) -> None:
     update(batches, "single", None, recorder)
 
 
 def _multi_tensor_biclip(
-    batches: Sequence[Batch], cache: StepCache, recorder: StatisticsRecorder | None, kernel: str | None = None
+    batches: Sequence[StepGroup], cache: StepCache, recorder: StatisticsRecorder | None, kernel: str | None = None
 ) -> None:
     update(batches, kernel, cache, recorder)
 
 
 @_disable_dynamo
-def _fused_biclip(batches: Sequence[Batch], cache: StepCache, recorder: StatisticsRecorder | None) -> None:
+def _fused_biclip(batches: Sequence[StepGroup], cache: StepCache, recorder: StatisticsRecorder | None) -> None:
     update(batches, None, cache, recorder)

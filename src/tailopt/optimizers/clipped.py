@@ -21,7 +21,7 @@ from torch.optim.optimizer import _use_grad_for_differentiable
 
 from tailopt.clipping.dispatch import check_type, update
 from tailopt.clipping.dtensor import summed
-from tailopt.clipping.kernels.kernel import Batch
+from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.operators import Number, biclip, check_kind, check_shape, check_thresholds
 from tailopt.clipping.reference import ClipByValue, Step
 from tailopt.optimizers.clipping_optimizer import Group
@@ -160,7 +160,7 @@ class Clipped(Optimizer):
         batches = []
         for group in self.param_groups:
             clip = ClipByValue(*(_scalar(group[name]) for name in SETTINGS))
-            batch = Batch([], [], Step(clip, lr=-1.0))
+            batch = StepGroup([], [], Step(clip, lr=-1.0))
             for g in (p.grad for p in group["params"] if p.grad is not None):
                 if _takes_kernel(g):
                     g = summed(g)

@@ -19,7 +19,7 @@ from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from tailopt.clipping.counts import Counts, StatisticsRecorder
 from tailopt.clipping.dtensor import is_dtensor, local_pair
-from tailopt.clipping.kernels.kernel import Batch
+from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.norms import nonfinite
 from tailopt.clipping.operators import Number, check_kind, check_shape, check_thresholds, threshold_order
 from tailopt.clipping.reference import Step
@@ -31,7 +31,7 @@ POLICIES = ("propagate", "skip", "raise")
 STATISTICS = {False: None, "counts": "counts", True: "sampled", "complete": "complete"}
 Group = dict[str, Any]
 Gathered = list[tuple[Group, list[Tensor], list[Tensor]]]  # groups with their parameters that have gradients
-GroupBatch = tuple[Group, Batch]
+GroupAndStep = tuple[Group, StepGroup]
 ScopeOf = Callable[[int, int], int]  # (batch, position in it) -> which tensors are skipped together
 
 
@@ -222,11 +222,11 @@ class ClippingOptimizer(Optimizer):
         return loss
 
     @abstractmethod
-    def _batches(self, gathered: Gathered) -> tuple[list[GroupBatch], ScopeOf]:
+    def _batches(self, gathered: Gathered) -> tuple[list[GroupAndStep], ScopeOf]:
         """Tensors that take the same step, with their group; and the scope in which a non-finite element counts."""
 
     @abstractmethod
-    def _run(self, kind: str, batches: Sequence[Batch], recorder: StatisticsRecorder | None) -> None:
+    def _run(self, kind: str, batches: Sequence[StepGroup], recorder: StatisticsRecorder | None) -> None:
         """Take the step of batches that go through the same function of the optimizer's module."""
 
     def _gather(self) -> Gathered:
@@ -278,8 +278,8 @@ class ClippingOptimizer(Optimizer):
         return True
 
     def _refuse_nonfinite(
-        self, batches: list[GroupBatch], scope_of: ScopeOf
-    ) -> tuple[list[GroupBatch], list[tuple[Tensor, Tensor, Tensor]]]:
+        self, batches: list[GroupAndStep], scope_of: ScopeOf
+    ) -> tuple[list[GroupAndStep], list[tuple[Tensor, Tensor, Tensor]]]:
         """The policies "skip" and "raise"; tensors of one scope are skipped together.
 
         On the CPU a skipped tensor leaves its batch. On a device nothing may wait for the verdict: the tensor steps,
@@ -365,11 +365,11 @@ class ClippingOptimizer(Optimizer):
         return result
 
 
-def _without(batch: Batch, b: int, dropped: set[tuple[int, int]]) -> Batch:
+def _without(batch: StepGroup, b: int, dropped: set[tuple[int, int]]) -> StepGroup:
     """The b-th batch without the tensors that are dropped from it."""
     stay = [i for i in range(len(batch.params)) if (b, i) not in dropped]
     slots = [batch.slots[i] for i in stay] if batch.slots else ()
-    return Batch([batch.params[i] for i in stay], [batch.grads[i] for i in stay], batch.step, slots)
+    return StepGroup([batch.params[i] for i in stay], [batch.grads[i] for i in stay], batch.step, slots)
 
 
 def _restore(saved: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
@@ -378,9 +378,9 @@ def _restore(saved: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
         p.copy_(torch.where(verdict, before, p))
 
 
-def _group_by_kernel(batches: Iterable[GroupBatch]) -> dict[str, list[Batch]]:
+def _group_by_kernel(batches: Iterable[GroupAndStep]) -> dict[str, list[StepGroup]]:
     """Batches that are not empty, by the kind of kernel that their group asks for."""
-    by_kind: dict[str, list[Batch]] = {}
+    by_kind: dict[str, list[StepGroup]] = {}
     for group, batch in batches:
         if batch.params:
             by_kind.setdefault(_kernel_kind(group, batch.params), []).append(batch)

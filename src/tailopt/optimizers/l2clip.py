@@ -12,12 +12,12 @@ from torch._compile import _disable_dynamo
 from tailopt.clipping.counts import StatisticsRecorder
 from tailopt.clipping.dispatch import update
 from tailopt.clipping.dtensor import local_pair
-from tailopt.clipping.kernels.kernel import Batch
+from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.norms import NormRequest, scalings
-from tailopt.clipping.operators import Number, arithmetic
+from tailopt.clipping.operators import Number, compute_dtype
 from tailopt.clipping.reference import Step
 from tailopt.clipping.step_cache import StepCache
-from tailopt.optimizers.clipping_optimizer import ClippingOptimizer, Gathered, Group, GroupBatch, ScopeOf
+from tailopt.optimizers.clipping_optimizer import ClippingOptimizer, Gathered, Group, GroupAndStep, ScopeOf
 
 SCOPES = ("global", "group", "tensor")
 
@@ -90,11 +90,11 @@ class L2Clip(ClippingOptimizer):
                 )
         super().check(group, params, at_step)
 
-    def _batches(self, gathered: Gathered) -> tuple[list[GroupBatch], ScopeOf]:
+    def _batches(self, gathered: Gathered) -> tuple[list[GroupAndStep], ScopeOf]:
         batches, scopes = _batches_by_scope(gathered)
         return batches, lambda b, i: scopes[b]
 
-    def _run(self, kind: str, batches: Sequence[Batch], recorder: StatisticsRecorder | None) -> None:
+    def _run(self, kind: str, batches: Sequence[StepGroup], recorder: StatisticsRecorder | None) -> None:
         if kind == "fused":
             _fused_l2clip(batches, self._step_cache)
         elif kind == "single":
@@ -103,7 +103,7 @@ class L2Clip(ClippingOptimizer):
             _multi_tensor_l2clip(batches, self._step_cache, "foreach" if kind == "foreach" else None)
 
 
-def _batches_by_scope(gathered: Gathered) -> tuple[list[GroupBatch], list[int]]:
+def _batches_by_scope(gathered: Gathered) -> tuple[list[GroupAndStep], list[int]]:
     """Batches of tensors that take the same scaling, and the scope of each batch."""
     places: list[tuple[Group, list[Tensor], list[Tensor], int, torch.dtype]] = []
     norms: dict[Any, int] = {}
@@ -116,7 +116,7 @@ def _batches_by_scope(gathered: Gathered) -> tuple[list[GroupBatch], list[int]]:
         for ps, gs, key in parts:
             scope = norms.setdefault(key, len(norms))
             for dtype in (torch.float32, torch.float64):
-                chosen = [i for i, p in enumerate(ps) if arithmetic(p.dtype) == dtype]
+                chosen = [i for i, p in enumerate(ps) if compute_dtype(p.dtype) == dtype]
                 if chosen:
                     places.append((group, [ps[i] for i in chosen], [gs[i] for i in chosen], scope, dtype))
                     scope_of.append(scope)
@@ -130,7 +130,7 @@ def _batches_by_scope(gathered: Gathered) -> tuple[list[GroupBatch], list[int]]:
     requests = [NormRequest(scope, group["u"], group["d"], dtype) for group, _, _, scope, dtype in places]
     clips = scalings(local, owners, scopes, len(norms), requests, traced)
     batches = [
-        (group, Batch(ps, gs, Step(clip, group["lr"], group["weight_decay"], group["maximize"])))
+        (group, StepGroup(ps, gs, Step(clip, group["lr"], group["weight_decay"], group["maximize"])))
         for (group, ps, gs, _, _), clip in zip(places, clips, strict=True)
     ]
     return batches, scope_of
@@ -139,14 +139,14 @@ def _batches_by_scope(gathered: Gathered) -> tuple[list[GroupBatch], list[int]]:
 # As in biclip.py: functions that torch's own tests look for.
 
 
-def _single_tensor_l2clip(batches: Sequence[Batch]) -> None:
+def _single_tensor_l2clip(batches: Sequence[StepGroup]) -> None:
     update(batches, "single")
 
 
-def _multi_tensor_l2clip(batches: Sequence[Batch], cache: StepCache, kernel: str | None = None) -> None:
+def _multi_tensor_l2clip(batches: Sequence[StepGroup], cache: StepCache, kernel: str | None = None) -> None:
     update(batches, kernel, cache)
 
 
 @_disable_dynamo
-def _fused_l2clip(batches: Sequence[Batch], cache: StepCache) -> None:
+def _fused_l2clip(batches: Sequence[StepGroup], cache: StepCache) -> None:
     update(batches, None, cache)

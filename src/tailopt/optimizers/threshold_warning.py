@@ -26,7 +26,7 @@ from torch._compile import _disable_dynamo
 
 from tailopt.clipping.counts import add, moved_and_raised
 from tailopt.clipping.dtensor import is_dtensor
-from tailopt.clipping.kernels.kernel import PLAIN_TYPES, Batch
+from tailopt.clipping.kernels.kernel import PLAIN_TYPES, StepGroup
 from tailopt.clipping.memory import is_freed
 from tailopt.clipping.operators import Number, is_transformed, real_parts
 from tailopt.clipping.reference import ClipByValue
@@ -85,7 +85,7 @@ class ThresholdCheck:
         return self._steps == self._next or bool(self._queued)
 
     @_disable_dynamo  # a step that could not be traced as a whole runs as it is, with its parts traced
-    def look(self, batches: Sequence[tuple[dict[str, Any], Batch]], names: Mapping[int, str | int]) -> None:
+    def look(self, batches: Sequence[tuple[dict[str, Any], StepGroup]], names: Mapping[int, str | int]) -> None:
         """Check the tensors of this step, if it is one of those, and readings that have arrived; warn at most once.
 
         names: of parameters, by id.

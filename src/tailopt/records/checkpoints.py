@@ -67,7 +67,7 @@ __all__ = [
     "FOLDER",
     "MALFORMED",
     "MANIFEST",
-    "Claim",
+    "WritePermit",
     "DamagedCheckpoint",
     "Snapshot",
     "damaged_checkpoint",
@@ -105,8 +105,8 @@ def _never_lost() -> None:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """What entitles a process to write a checkpoint into a run folder; `Run.claim` is that of a run.
+class WritePermit:
+    """What a process needs to write a checkpoint into a run folder; `Run.write_permit` is that of a run.
 
     Args:
         stamp: to which run, configuration and history the checkpoint belongs.
@@ -127,7 +127,7 @@ def save(
     step: int | None = None,
     *,
     parts: int = 1,
-    claim: Claim | None = None,
+    permit: WritePermit | None = None,
 ) -> Path:
     """Write a checkpoint, in full or not at all, and return its folder.
 
@@ -142,7 +142,7 @@ def save(
         meta: plain values, as in a history; see `pack` for tuples, tensors and other keys.
         step: local steps done in the next round, 1 or more; None at the end of a round.
         parts: over how many files each shared tensor is spread.
-        claim: the run that the checkpoint belongs to.
+        permit: the run that the checkpoint belongs to.
 
     Examples:
         >>> import tempfile
@@ -153,7 +153,7 @@ def save(
         >>> load(path).nodes
         {3: {'steps': tensor(60)}}
     """
-    name, claim = folder_name(round, step), claim or Claim()
+    name, permit = folder_name(round, step), permit or WritePermit()
     whole_number("parts", parts, low=1, hint="Leave it out for one file.")
     for node in nodes or {}:
         whole_number("node", node, low=0, hint="Number the nodes from 0.")
@@ -177,11 +177,11 @@ def save(
         # after all are written, so that the disk may order the writes as it likes
         for file in (*global_pieces, *map(node_file, local)):
             disk.sync(hidden / file)
-        claim.check()
+        permit.check()
         entries = tensor_entries(shared, global_pieces)
-        write_manifest(hidden, manifest_body((round, step), parts, claim.stamp, entries, node_entries, plain_meta))
+        write_manifest(hidden, manifest_body((round, step), parts, permit.stamp, entries, node_entries, plain_meta))
         disk.sync(hidden)
-        claim.check()
+        permit.check()
         commit_folder(hidden, path)
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)

@@ -169,9 +169,9 @@ class Run:
         return Stamp(self.identity.id, self._config_digest, self.ledger.chain)
 
     @property
-    def claim(self) -> checkpoints.Claim:
+    def write_permit(self) -> checkpoints.WritePermit:
         """What `checkpoints.save` needs to write a checkpoint of this run."""
-        return checkpoints.Claim(self.stamp, self.check_lock)
+        return checkpoints.WritePermit(self.stamp, self.check_lock)
 
     def check_checkpoint(self, snapshot: checkpoints.Snapshot, path: Path) -> None:
         """Raise if a checkpoint is of another run, or if the history is not the one that precedes the checkpoint."""

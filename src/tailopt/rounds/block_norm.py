@@ -22,7 +22,7 @@ def norm(tensors: Iterable[Tensor]) -> float:
         >>> norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
         5.0
     """
-    return root(map(squares, tensors))
+    return root(map(sum_of_squares, tensors))
 
 
 def root(sums: Iterable[float]) -> float:
@@ -31,7 +31,7 @@ def root(sums: Iterable[float]) -> float:
     return math.sqrt(total) if total >= 0 else total
 
 
-def squares(x: Tensor) -> float:
+def sum_of_squares(x: Tensor) -> float:
     """Return the sum of squares of one tensor."""
     sums = ((block.double() ** 2).sum() for block in x.detach().reshape(-1).split(BLOCK) if block.numel())
     if x.is_cpu:  # at once: small results kept between large temporaries would scatter those over the memory

@@ -28,7 +28,7 @@ class Drops:
 
     Args:
         nodes: how many there are.
-        lost: a probability from 0 to 1, or a function (round, generator) -> node numbers; a node that does not take
+        which: a probability from 0 to 1, or a function (round, generator) -> node numbers; a node that does not take
             part has nothing to lose.
 
     Examples:
@@ -40,27 +40,27 @@ class Drops:
     """
 
     nodes: int
-    lost: float | DropChooser = 0.0
+    which: float | DropChooser = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if callable(self.lost):
+        if callable(self.which):
             return
-        if isinstance(self.lost, bool) or not isinstance(self.lost, int | float) or not 0 <= self.lost <= 1:
+        if isinstance(self.which, bool) or not isinstance(self.which, int | float) or not 0 <= self.which <= 1:
             raise ValueError(
-                f"Invalid drops: {self.lost!r}; need a probability from 0 to 1, or a function (round, generator) that "
+                f"Invalid drops: {self.which!r}; need a probability from 0 to 1, or a function (round, generator) that "
                 "returns node numbers."
             )
 
     def draw(self, t: int) -> set[int]:
         """Return the nodes whose contributions to round t are lost."""
-        if not callable(self.lost) and self.lost == 0:
+        if not callable(self.which) and self.which == 0:
             return set()
         randomness = generator(self.seed, "drops", t)
-        if not callable(self.lost):
+        if not callable(self.which):
             numbers = torch.rand(self.nodes, generator=randomness, dtype=torch.float64)
-            return set((numbers < self.lost).nonzero().flatten().tolist())
-        lost_nodes = {int(i) for i in self.lost(t, randomness)}
+            return set((numbers < self.which).nonzero().flatten().tolist())
+        lost_nodes = {int(i) for i in self.which(t, randomness)}
         wrong = [i for i in lost_nodes if not 0 <= i < self.nodes]
         if wrong:
             raise ValueError(

@@ -4,7 +4,7 @@ The bound comes from the agreed settings, never from the displacement that was r
 coordinate by at most s, and decoupled weight decay k = lr * weight_decay, a coordinate x moves by at most b, where b
 starts at 0 and
 
-    b <- |1 - k| b + s + k |x|        that is, b = a + c |x| with two numbers a and c
+    b <- |1 - k| b + s + k |x|        that is, b = constant + slope * |x|
 
 A displacement is excluded when an element is not finite, or is beyond b plus a slack of 0.1 % and z + 2 units in the
 last place of max(|x|, b), in the parameter's own type. Where the optimizer bounds a norm, the same holds for norms.
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from tailopt.native import library
-from tailopt.rounds.block_norm import BLOCK, norm, root, sequential_sum, squares
-from tailopt.rules.rule import Hyperparameters, Rule, per_param, product
+from tailopt.rounds.block_norm import BLOCK, norm, root, sequential_sum, sum_of_squares
+from tailopt.rules.rule import Hyperparameters, Rule, product, value_for_param
 
 SLACK = 1e-3
 NOT_FINITE, BEYOND = "not finite", "beyond what its optimizer can move"  # why a displacement is excluded
@@ -31,12 +31,16 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of parameters,
 
 @dataclass(frozen=True)
 class Bound:
-    """How far a node can have moved: a + c |x|, per coordinate or in norm; kind None bounds nothing."""
+    """How far a node can have moved: constant + slope * |x|, per coordinate or in norm; kind None bounds nothing."""
 
     kind: str | None
-    a: Any = 0.0  # a number or a tensor, or a list with one per parameter
-    c: Any = 0.0
+    constant: Any = 0.0  # a number or a tensor, or a list with one per parameter
+    slope: Any = 0.0
     steps: int = 0
+
+    def for_param(self, i: int) -> Bound:
+        """Return the bound of the i-th parameter."""
+        return Bound(self.kind, value_for_param(self.constant, i), value_for_param(self.slope, i), self.steps)
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,8 @@ class Exclusion:
 
 def bound(rule: Rule, steps: Iterable[Hyperparameters]) -> Bound:
     """Return how far a rule can move a node with these hyperparameters, one mapping per local step."""
-    a: Any = 0.0
-    c: Any = 0.0
+    constant: Any = 0.0
+    slope: Any = 0.0
     kind, count = None, 0
     for h in steps:
         reach = rule.step_bound(h)
@@ -72,25 +76,28 @@ def bound(rule: Rule, steps: Iterable[Hyperparameters]) -> Bound:
         left = [abs(1 - k) for k in decay] if isinstance(decay, list) else abs(1 - decay)
         if kind == "norm":  # one number for all tensors: the largest of this step, since the next may favour another
             decay, left, length = map(_largest, (decay, left, length))
-        a = _affine(left, a, length)
-        c = _affine(left, c, decay)
-    return Bound(kind, a, c, count)
+        constant = _affine(left, constant, length)
+        slope = _affine(left, slope, decay)
+    return Bound(kind, constant, slope, count)
 
 
 def _affine(left: Any, before: Any, more: Any) -> Any:
     """Return left * before + more, where each may be a list with one entry per parameter."""
     lists = [value for value in (left, before, more) if isinstance(value, list)]
     if lists:
-        return [_affine(per_param(left, i), per_param(before, i), per_param(more, i)) for i in range(len(lists[0]))]
+        return [
+            _affine(value_for_param(left, i), value_for_param(before, i), value_for_param(more, i))
+            for i in range(len(lists[0]))
+        ]
     return left * before + more
 
 
 def clearly_within(flat: Tensor, limit: Bound) -> bool:
-    """Return True if every magnitude is at most `a`, so that no exact check is needed; False decides nothing."""
-    if limit.kind != "coordinate" or isinstance(limit.a, (Tensor, list)) or not flat.numel():
+    """Return True if every magnitude is at most the constant: no exact check is needed then. False decides nothing."""
+    if limit.kind != "coordinate" or isinstance(limit.constant, (Tensor, list)) or not flat.numel():
         return False
     low, high = torch.aminmax(flat)
-    return bool(-limit.a <= low.item() and high.item() <= limit.a)  # NaN is neither
+    return bool(-limit.constant <= low.item() and high.item() <= limit.constant)  # NaN is neither
 
 
 def check_displacement(
@@ -122,8 +129,7 @@ def check_displacement(
         return _beyond_norm(node, delta, start, "all tensors", limit)
     if limit.kind == "tensor norm":
         for i, name in enumerate(names):
-            of_tensor = Bound(limit.kind, per_param(limit.a, i), per_param(limit.c, i), limit.steps)
-            if (exclusion := _beyond_norm(node, [delta[i]], [start[i]], name, of_tensor)) is not None:
+            if (exclusion := _beyond_norm(node, [delta[i]], [start[i]], name, limit.for_param(i))) is not None:
                 return exclusion
     return None
 
@@ -145,7 +151,7 @@ def _first_nonfinite(x: Tensor) -> float:
 def _beyond_coordinates(
     node: int, delta: Sequence[Tensor], start: Sequence[Tensor], names: Sequence[str], limit: Bound, tops: list[float]
 ) -> Exclusion | None:
-    a, c = ([per_param(value, i) for i in range(len(names))] for value in (limit.a, limit.c))
+    a, c = ([value_for_param(value, i) for i in range(len(names))] for value in (limit.constant, limit.slope))
     # a is the least that b can be, and nearly always the largest magnitude is within it: no second pass then
     undecided = [i for i, top in enumerate(tops) if isinstance(a[i], Tensor) or not top <= a[i]]
     kernel = library.loaded()
@@ -210,7 +216,7 @@ def _beyond_norm(
 
 def exceeded_norm(length: float, start: Sequence[Tensor], limit: Bound) -> float | None:
     """Return the largest norm that was possible, if the norm of a displacement is larger; else None."""
-    b = _largest(limit.a) + (_largest(limit.c) * norm(start) if _largest(limit.c) else 0.0)
+    b = _largest(limit.constant) + (_largest(limit.slope) * norm(start) if _largest(limit.slope) else 0.0)
     if length <= b:
         return None
     ulps = root(sequential_sum(_ulp_squares(x, b)) for x in start)
@@ -230,7 +236,7 @@ def _ulp_squares(x: Tensor, least: float) -> list[float]:
 
 def _ulp_squares_of(block: Tensor, least: float) -> float:
     wide = block.to(torch.float64 if block.dtype == torch.float64 else torch.float32).abs()
-    return squares(_ulp(wide.clamp(min=least), block.dtype))
+    return sum_of_squares(_ulp(wide.clamp(min=least), block.dtype))
 
 
 def _largest(value: Any) -> float:

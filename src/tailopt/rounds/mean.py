@@ -59,8 +59,8 @@ class WeightedMean:
 class CollectedMean:
     """A mean that needs all displacements at once. They must not change until the result is taken."""
 
-    def __init__(self, combine: Callable[[Displacements], list[Tensor]]) -> None:
-        self._combine = combine
+    def __init__(self, mean_function: Callable[[Displacements], list[Tensor]]) -> None:
+        self._combine = mean_function
         self._displacements: list[Sequence[Tensor]] = []
 
     def add(self, delta: Sequence[Tensor], share: float) -> None:

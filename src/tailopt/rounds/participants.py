@@ -36,19 +36,19 @@ class Sampling:
 
     Args:
         weights: one for each node, not negative, not all zero.
-        count: how many take part, or a function (round, generator) -> node numbers.
+        count_or_chooser: how many take part, or a function (round, generator) -> node numbers.
         kind: "uniform" or "proportional".
     """
 
     weights: tuple[float, ...]
-    count: int | Chooser
+    count_or_chooser: int | Chooser
     kind: str
     seed: int
 
     def draw(self, t: int) -> Participants:
         """Who takes part in round t, and with what share; shares add up to 1."""
         n = len(self.weights)
-        if self.kind != "proportional" and self.count == n:
+        if self.kind != "proportional" and self.count_or_chooser == n:
             drawn = list(range(n))
         else:
             drawn = self._drawn(t, n)
@@ -63,21 +63,21 @@ class Sampling:
 
     def compared(self, nodes: int, rounds: int) -> int | dict[str, list[int]]:
         """`count` as real nodes compare it: a function by whom it chooses in so many rounds."""
-        if not callable(self.count):
-            return self.count
+        if not callable(self.count_or_chooser):
+            return self.count_or_chooser
         return {f"round {t}": self._drawn(t, nodes) for t in range(1, rounds + 1)}
 
     def _drawn(self, t: int, n: int) -> list[int]:
         source = generator(self.seed, "participants", t)
-        if callable(self.count):
-            return _checked(self.count(t, source), n, t)
+        if callable(self.count_or_chooser):
+            return _checked(self.count_or_chooser(t, source), n, t)
         if self.kind == "proportional":
             shares = torch.tensor(self.weights, dtype=torch.float64)
-            return sorted(torch.multinomial(shares, self.count, replacement=True, generator=source).tolist())
-        return sorted(torch.randperm(n, generator=source)[: self.count].tolist())
+            return sorted(torch.multinomial(shares, self.count_or_chooser, replacement=True, generator=source).tolist())
+        return sorted(torch.randperm(n, generator=source)[: self.count_or_chooser].tolist())
 
 
-def how_many(nodes: int, participation: float | Chooser, participants: int | None) -> int | Chooser:
+def participant_count(nodes: int, participation: float | Chooser, participants: int | None) -> int | Chooser:
     """The number that takes part, from a fraction or a count, or the function that chooses."""
     if callable(participation):
         if participants is not None:

@@ -14,7 +14,7 @@ from typing import Any
 from tailopt.arguments import check_choice, check_counts, check_flags, checked_seed, is_number
 from tailopt.rounds import robust
 from tailopt.rounds.drops import ON_DROP, DropChooser, Drops
-from tailopt.rounds.participants import SAMPLINGS, Chooser, Participants, Sampling, checked_weights, how_many
+from tailopt.rounds.participants import SAMPLINGS, Chooser, Participants, Sampling, checked_weights, participant_count
 
 INNER_STATES = ("keep", "reset")
 COMPARED_ROUNDS = 8  # rounds for which real nodes tell each other which nodes a function chooses
@@ -78,7 +78,7 @@ class RoundPolicy:
         object.__setattr__(self, "robust_mean", robust.resolve(self.aggregate, self.weights, self.sampling))
         if self.nodes is not None:
             weights = checked_weights(self.weights, self.nodes) if self.weights else (1.0,) * self.nodes
-            count = how_many(self.nodes, self.participation, self.participants)
+            count = participant_count(self.nodes, self.participation, self.participants)
             object.__setattr__(self, "_sampling", Sampling(weights, count, self.sampling, self.seed))
             self._drops()  # refuses an impossible probability
 
@@ -111,11 +111,11 @@ class RoundPolicy:
     @functools.cached_property
     def everybody_takes_part(self) -> bool:
         """Whether every node takes part in every round, once."""
-        count = self._known_sampling.count
+        count = self._known_sampling.count_or_chooser
         return not callable(count) and count >= len(self._known_sampling.weights) and self.sampling == "uniform"
 
     @property
-    def radius(self) -> float | None:
+    def projection_radius(self) -> float | None:
         """The norm that the weights may have after a round; None where they are not projected."""
         return self.projection
 

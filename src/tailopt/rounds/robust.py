@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tailopt.clipping.operators import arithmetic
+from tailopt.clipping.operators import compute_dtype
 from tailopt.rounds.block_norm import norm
 from tailopt.rounds.guard import Exclusion
 
@@ -192,7 +192,7 @@ class Aggregate:
         parameters = ", ".join(f"{key}={value!r}" for key, value in self.parameters)
         return f"{self.name}({parameters})" if parameters else self.name
 
-    def combine(self, length: Length = norm) -> Callable[[Displacements], list[Tensor]] | None:
+    def mean_function(self, length: Length = norm) -> Callable[[Displacements], list[Tensor]] | None:
         """Return the function that replaces the mean once outliers are gone; None where the mean itself remains.
 
         length: measures a displacement; the tensors handed in may then be partitions of what it measures.
@@ -252,7 +252,7 @@ def _wide(displacements: Displacements) -> list[list[Tensor]]:
             raise ValueError(
                 f"Invalid displacements: shapes {node_shapes} at index {i}, {shapes[0]} at index 0; need the same."
             )
-    return [[x.detach().to(arithmetic(x.dtype)) for x in delta] for delta in displacements]
+    return [[x.detach().to(compute_dtype(x.dtype)) for x in delta] for delta in displacements]
 
 
 def _by_coordinate(displacements: Displacements, reduced: Callable[[Tensor], Tensor]) -> list[Tensor]:

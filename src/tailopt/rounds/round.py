@@ -5,7 +5,7 @@
     3. the guard                            guard.py
     4. delta = sum of share * displacement  mean.py, in ascending node order; or a robust mean, robust.py
     5. the outer step: x from x and delta   the outer rule, on -delta
-    6. x scaled back into a ball, if a radius is set
+    6. x scaled back into a ball, if the policy has a projection_radius
     7. the iterate average, if asked for
 
 An engine hands contributions to a `RoundMean`, one by one, and `finish_round` takes the outer step. A round needs the
@@ -40,7 +40,7 @@ class GlobalState:
         names: of the parameters that are trained.
         weights: in the arithmetic's type (fp32 for bf16 and fp16).
         buffers: in their own types.
-        outer: the outer rule's state, per parameter.
+        outer_state: the outer rule's state, per parameter.
         average: of the rounds' weights, or None where it was not asked for.
         round: the number of completed rounds.
         flat: one tensor that holds all weights, which are views of it; None where their types differ.
@@ -49,14 +49,14 @@ class GlobalState:
     names: list[str]
     weights: list[Tensor]
     buffers: dict[str, Tensor]
-    outer: list[State]
+    outer_state: list[State]
     average: list[Tensor] | None = None
     round: int = 0
     flat: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class LocalState:
+class DivergedState:
     """Copies of weights and buffers, in the model's types: a node whose contribution was lost continues from them."""
 
     weights: list[Tensor]
@@ -73,11 +73,11 @@ class Contribution:
         delta: the displacement, in the arithmetic's type.
         buffers: of the model, as the node left them.
         loss: the mean over its local steps.
-        limit: how far it can have moved.
+        movement_bound: how far it can have moved.
         steps: local steps taken.
         flat: the whole displacement as one tensor, laid out like the flat global weights, or None.
-        inner: its optimizer's state, where nodes keep it.
-        local: where it ended, if it continues from there.
+        inner_state: its optimizer's state, where nodes keep it.
+        diverged_state: where it ended, if it continues from there.
         statistics: of its gradients, if they were asked for.
     """
 
@@ -86,11 +86,11 @@ class Contribution:
     delta: Sequence[Tensor]
     buffers: Mapping[str, Tensor]
     loss: float
-    limit: Bound
+    movement_bound: Bound
     steps: int = 0
     flat: Tensor | None = None
-    inner: list[State] | None = None
-    local: LocalState | None = None
+    inner_state: list[State] | None = None
+    diverged_state: DivergedState | None = None
     statistics: Any = None
 
 
@@ -98,8 +98,8 @@ class Contribution:
 class NodeStates:
     """What the nodes of a round keep for themselves, by node."""
 
-    inner: dict[int, list[State]] = field(default_factory=dict)
-    local: dict[int, LocalState] = field(default_factory=dict)
+    inner_states: dict[int, list[State]] = field(default_factory=dict)
+    diverged_states: dict[int, DivergedState] = field(default_factory=dict)
 
 
 @dataclass
@@ -136,8 +136,8 @@ class RoundMean:
     ) -> None:
         self._state, self._participants, self._guard, self._lost = state, participants, policy.guard, lost
         self._robust = policy.robust_mean
-        combine = None if self._robust is None else self._robust.combine()
-        self._delta = WeightedMean() if combine is None else CollectedMean(combine)
+        mean_function = None if self._robust is None else self._robust.mean_function()
+        self._delta = WeightedMean() if mean_function is None else CollectedMean(mean_function)
         self._buffers = BufferMean() if self._robust is None else BufferMean.median()
         self._waiting: list[Contribution] = []  # until a robust mean has seen all of them
         self._steps: dict[int, int] = {}
@@ -165,7 +165,7 @@ class RoundMean:
         if self._robust is not None:
             self._accumulate_all_but_outliers()
         settlement = settle(self._state.round + 1, self._participants, self._steps, self._excluded, self._losses)
-        if not settlement.counted:
+        if not settlement.counted_shares:
             return RoundResult(settlement, [], self._state.buffers, self._kept, [])
         delta, weights = self._delta.result(settlement.total_share), self._state.weights
         if delta[0].shape != weights[0].shape:  # it was added up as one flat tensor
@@ -174,10 +174,10 @@ class RoundMean:
         return RoundResult(settlement, delta, buffers, self._kept, self._statistics)
 
     def _check(self, c: Contribution) -> Exclusion | None:
-        if not self._guard or (c.flat is not None and not c.buffers and clearly_within(c.flat, c.limit)):
+        if not self._guard or (c.flat is not None and not c.buffers and clearly_within(c.flat, c.movement_bound)):
             return None
         state = self._state
-        return check_displacement(c.node, c.delta, c.start, state.names, c.limit, c.buffers, state.buffers)
+        return check_displacement(c.node, c.delta, c.start, state.names, c.movement_bound, c.buffers, state.buffers)
 
     def _accumulate(self, c: Contribution) -> None:
         share = self._participants.shares[c.node]
@@ -200,10 +200,10 @@ class RoundMean:
                 self._accumulate(c)
 
     def _keep(self, c: Contribution) -> None:
-        if c.inner is not None:
-            self._kept.inner[c.node] = c.inner
-        if c.local is not None and c.node in self._lost:
-            self._kept.local[c.node] = c.local
+        if c.inner_state is not None:
+            self._kept.inner_states[c.node] = c.inner_state
+        if c.diverged_state is not None and c.node in self._lost:
+            self._kept.diverged_states[c.node] = c.diverged_state
 
 
 def finish_round(
@@ -219,10 +219,10 @@ def finish_round(
     cache: of the outer rule's step; the engine owns it and passes it in every round.
     """
     state.buffers = result.buffers
-    if result.settlement.counted:  # where nothing arrived, nothing moves
+    if result.settlement.counted_shares:  # where nothing arrived, nothing moves
         outer_step(state, result.delta, outer, hparams, cache)
-        if policy.radius is not None:
-            project(state.weights, policy.radius)
+        if policy.projection_radius is not None:
+            project(state.weights, policy.projection_radius)
     state.round += 1
     if state.average is not None:
         # x~ = sum of r x_r over sum of r: the share of the last one is r / (1 + ... + r)
@@ -238,7 +238,7 @@ def outer_step(
         per_tensor = hparams.get("scope") == "tensor"
         norms["norm"] = [norm([d]) for d in delta] if per_tensor else norm(delta)
     torch._foreach_neg_(delta)
-    outer.step(state.weights, delta, state.outer, {**hparams, **norms}, cache)
+    outer.step(state.weights, delta, state.outer_state, {**hparams, **norms}, cache)
 
 
 def project(weights: Sequence[Tensor], radius: float) -> None:

@@ -47,7 +47,7 @@ class Settlement:
         participants: who took part.
         steps: the local steps of every participant.
         excluded: who did not count, and why.
-        counted: the shares of those that counted; empty where nothing arrived.
+        counted_shares: the shares of those that counted; empty where nothing arrived.
         total_share: their sum; exactly 1 where nobody was excluded.
         losses: of those that counted.
     """
@@ -56,14 +56,14 @@ class Settlement:
     participants: Participants
     steps: Mapping[int, int]
     excluded: tuple[Exclusion, ...]
-    counted: Mapping[int, float]
+    counted_shares: Mapping[int, float]
     total_share: float
     losses: Mapping[int, float]
 
     @property
     def weights(self) -> dict[int, float]:
         """The weight of every node in the mean."""
-        return {node: share / self.total_share for node, share in self.counted.items()}
+        return {node: share / self.total_share for node, share in self.counted_shares.items()}
 
     @property
     def loss(self) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tailopt.clipping.step_cache import StepCache
-from tailopt.rules.rule import Hyperparameters, Rule, States, StepBound, Tensors, per_param
+from tailopt.rules.rule import Hyperparameters, Rule, States, StepBound, Tensors, value_for_param
 
 
 def _adagrad(
@@ -20,7 +20,7 @@ def _adagrad(
         if not state:
             state["sum"] = torch.zeros_like(p)
         state["sum"].addcmul_(g, g, value=1)
-        divide(p, g, state["sum"].sqrt(), per_param(hparams["lr"], i), hparams["eps"])
+        divide(p, g, state["sum"].sqrt(), value_for_param(hparams["lr"], i), hparams["eps"])
 
 
 def refuse_sparse(g: Tensor, name: str) -> None:

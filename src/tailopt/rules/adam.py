@@ -19,7 +19,17 @@ from torch import Tensor
 from tailopt.clipping.operators import biclip
 from tailopt.clipping.step_cache import StepCache
 from tailopt.rules.adagrad import divide, refuse_sparse
-from tailopt.rules.rule import Hyperparameters, Rule, State, States, StepBound, Tensors, is_active, per_param, product
+from tailopt.rules.rule import (
+    Hyperparameters,
+    Rule,
+    State,
+    States,
+    StepBound,
+    Tensors,
+    is_active,
+    product,
+    value_for_param,
+)
 
 
 def _adam(
@@ -28,10 +38,10 @@ def _adam(
     beta1, beta2 = hparams["betas"]
     decay, correction = hparams.get("weight_decay", 0.0), hparams["bias_correction"]
     for i, (p, g, state) in enumerate(zip(params, grads, states, strict=True)):
-        lr = per_param(hparams["lr"], i)
+        lr = value_for_param(hparams["lr"], i)
         refuse_sparse(g, "adam")
         if not state:
-            state.update(fresh(p))
+            state.update(initial_adam_state(p))
         state["step"] += 1
         if is_active(decay):
             p.mul_(1 - lr * decay)
@@ -45,7 +55,7 @@ def _adam(
         divide(p, m, root, lr, hparams["eps"])
 
 
-def fresh(p: Tensor, second_moment: Tensor | None = None, step: int = 0) -> State:
+def initial_adam_state(p: Tensor, second_moment: Tensor | None = None, step: int = 0) -> State:
     """Adam's state before a step: zero moments, or with a given second moment."""
     v = torch.zeros_like(p) if second_moment is None else second_moment.to(p, copy=True)
     return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": v}
@@ -66,13 +76,15 @@ def _clipped(
     params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
     thresholds = [hparams[name] for name in ("u", "d", "dead_zone")]
-    clipped = [biclip(g, *(per_param(value, i) for value in thresholds)) for i, g in enumerate(grads)]
+    clipped = [biclip(g, *(value_for_param(value, i) for value in thresholds)) for i, g in enumerate(grads)]
     _adam(params, clipped, states, hparams, cache)
 
 
 _OPTIONS = {"betas": (0.9, 0.999), "bias_correction": True}
 ADAM = Rule("adam", ("lr", "eps"), _adam, _step_bound, _OPTIONS, ("exp_avg", "exp_avg_sq"))
-ADAMW = replace(ADAM, name="adamw", options={**_OPTIONS, "weight_decay": 0.01})
+ADAMW = replace(ADAM, name="adamw", defaults={**_OPTIONS, "weight_decay": 0.01})
 _ON_TOP = ("lr", "eps", "u", "d")
-BICLIP_ADAM = replace(ADAM, name="biclip+adam", settings=_ON_TOP, step=_clipped, options={**_OPTIONS, "dead_zone": 0.0})
-BICLIP_ADAMW = replace(BICLIP_ADAM, name="biclip+adamw", options={**BICLIP_ADAM.options, "weight_decay": 0.01})
+BICLIP_ADAM = replace(
+    ADAM, name="biclip+adam", required=_ON_TOP, step=_clipped, defaults={**_OPTIONS, "dead_zone": 0.0}
+)
+BICLIP_ADAMW = replace(BICLIP_ADAM, name="biclip+adamw", defaults={**BICLIP_ADAM.defaults, "weight_decay": 0.01})

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from tailopt.clipping.dispatch import update
-from tailopt.clipping.kernels.kernel import Batch
+from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.norms import auto_dead_zone, largest
-from tailopt.clipping.operators import arithmetic
+from tailopt.clipping.operators import compute_dtype
 from tailopt.clipping.reference import ClipByValue, Step
 from tailopt.clipping.step_cache import StepCache
 from tailopt.rules.rule import Hyperparameters, Rule, States, StepBound, Tensors, as_list, product
@@ -26,13 +26,13 @@ def _biclip(
     if not any(isinstance(hparams[name], list) for name in names) and not isinstance(hparams.get("dead_zone"), str):
         clip = ClipByValue(hparams["u"], hparams["d"], hparams.get("dead_zone", 0.0))
         step = Step(clip, hparams["lr"], hparams.get("weight_decay", 0.0))
-        update([Batch(list(params), list(grads), step)], cache=cache)
+        update([StepGroup(list(params), list(grads), step)], cache=cache)
         return
     n = len(params)
     zones = _dead_zones(params, grads, hparams)
     rows = zip(params, grads, *(as_list(hparams[name], n) for name in names), zones, strict=True)
     decay = hparams.get("weight_decay", 0.0)
-    batches = [Batch([p], [g], Step(ClipByValue(u, d, zone), lr, decay)) for p, g, lr, u, d, zone in rows]
+    batches = [StepGroup([p], [g], Step(ClipByValue(u, d, zone), lr, decay)) for p, g, lr, u, d, zone in rows]
     update(batches, cache=cache)
 
 
@@ -43,7 +43,7 @@ def _dead_zones(params: Tensors, grads: Tensors, hparams: Hyperparameters) -> li
         return as_list(zone, len(params))
     top = largest(list(grads), list(params))
     uppers = as_list(hparams["u"], len(params))
-    return [auto_dead_zone(top, u, arithmetic(p.dtype)) for p, u in zip(params, uppers, strict=True)]
+    return [auto_dead_zone(top, u, compute_dtype(p.dtype)) for p, u in zip(params, uppers, strict=True)]
 
 
 def _sign(

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from tailopt.clipping.dispatch import update
-from tailopt.clipping.kernels.kernel import Batch
+from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.norms import NormRequest, scaling, scaling_in_torch, scalings
-from tailopt.clipping.operators import arithmetic
+from tailopt.clipping.operators import compute_dtype
 from tailopt.clipping.reference import ScaleToNorm, Step
 from tailopt.clipping.step_cache import StepCache
-from tailopt.rules.rule import Hyperparameters, Rule, States, StepBound, Tensors, per_param, product
+from tailopt.rules.rule import Hyperparameters, Rule, States, StepBound, Tensors, product, value_for_param
 
 SCOPES = ("global", "tensor")
 
@@ -35,19 +35,24 @@ def _biclip_l2(
     n = len(params)
     by_tensor = hparams.get("scope", "global") == "tensor"
     u, d, decay = hparams["u"], hparams.get("d", 0.0), hparams.get("weight_decay", 0.0)
-    types = [arithmetic(p.dtype) for p in params]
+    types = [compute_dtype(p.dtype) for p in params]
     if "norm" in hparams:
         norm = hparams["norm"]
-        clips = [_scaling_of_norm(per_param(norm, i), per_param(u, i), per_param(d, i), t) for i, t in enumerate(types)]
+        clips = [
+            _scaling_of_norm(value_for_param(norm, i), value_for_param(u, i), value_for_param(d, i), t)
+            for i, t in enumerate(types)
+        ]
     else:
         scopes = list(range(n)) if by_tensor else [0] * n
-        requests = [NormRequest(scopes[i], per_param(u, i), per_param(d, i), t) for i, t in enumerate(types)]
+        requests = [
+            NormRequest(scopes[i], value_for_param(u, i), value_for_param(d, i), t) for i, t in enumerate(types)
+        ]
         clips = scalings(list(grads), list(params), scopes, max(scopes, default=0) + 1, requests)
-    batches: list[Batch] = []
+    batches: list[StepGroup] = []
     for i, (p, g, clip) in enumerate(zip(params, grads, clips, strict=True)):
-        step = Step(clip, per_param(hparams["lr"], i), decay)
+        step = Step(clip, value_for_param(hparams["lr"], i), decay)
         if not batches or not _same_numbers(batches[-1].step, step):
-            batches.append(Batch([], [], step))
+            batches.append(StepGroup([], [], step))
         batches[-1].params.append(p)
         batches[-1].grads.append(g)
     update(batches, cache=cache)
@@ -73,9 +78,11 @@ def _step_stacked(params: Tensors, grads: Tensors, hparams: Hyperparameters) -> 
     for i, (p, g, square) in enumerate(zip(params, grads, squares, strict=True)):
         q = square.reshape(square.shape + (1,) * (g.dim() - k))
         q = torch.where(q.isfinite(), q, torch.nan)
-        u, d = (torch.as_tensor(per_param(value, i), dtype=q.dtype) for value in (hparams["u"], hparams.get("d", 0.0)))
-        c = scaling_in_torch(torch.ones_like(q), q, u, d, arithmetic(p.dtype))(g)
-        lr = per_param(hparams["lr"], i)
+        u, d = (
+            torch.as_tensor(value_for_param(value, i), dtype=q.dtype) for value in (hparams["u"], hparams.get("d", 0.0))
+        )
+        c = scaling_in_torch(torch.ones_like(q), q, u, d, compute_dtype(p.dtype))(g)
+        lr = value_for_param(hparams["lr"], i)
         if decay:
             p.mul_(1 - lr * decay)
         if isinstance(lr, Tensor):

@@ -12,7 +12,7 @@ import torch
 
 from tailopt.clipping.step_cache import StepCache
 from tailopt.rules.adagrad import divide
-from tailopt.rules.rule import Hyperparameters, Rule, States, StepBound, Tensors, per_param, product
+from tailopt.rules.rule import Hyperparameters, Rule, States, StepBound, Tensors, product, value_for_param
 
 
 def _rmsprop(
@@ -23,7 +23,7 @@ def _rmsprop(
         if not state:
             state["square_avg"] = torch.zeros_like(p)
         v = state["square_avg"].mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        divide(p, g, v.sqrt(), per_param(hparams["lr"], i), hparams["eps"])
+        divide(p, g, v.sqrt(), value_for_param(hparams["lr"], i), hparams["eps"])
 
 
 RMSPROP = Rule(

@@ -60,8 +60,8 @@ class Rule:
 
     Args:
         name: as in the name of an algorithm.
-        settings: required hyperparameters.
-        options: optional hyperparameters, with their defaults.
+        required: hyperparameters without a default.
+        defaults: of the other hyperparameters.
         step: (parameters, gradients, states, hyperparameters, cache) -> None, in place.
         step_bound: hyperparameters -> how far one step moves at most; None if nothing bounds it.
         state_names: the tensors in a parameter's state after a step.
@@ -70,15 +70,15 @@ class Rule:
     """
 
     name: str
-    settings: tuple[str, ...]
+    required: tuple[str, ...]
     step: StepFunction
     step_bound: Callable[[Hyperparameters], StepBound | None]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     state_names: tuple[str, ...] = ()
     needs_norm: bool = False
 
 
-def per_param(value: Any, i: int) -> Any:
+def value_for_param(value: Any, i: int) -> Any:
     """A hyperparameter of the i-th parameter: its own value if there is a list, else the common one."""
     return value[i] if isinstance(value, list) else value
 
@@ -97,7 +97,7 @@ def product(*values: Any) -> Any:
     """The product of numbers, some of which may be lists with one for each parameter."""
     lengths = [len(value) for value in values if isinstance(value, list)]
     if lengths:
-        return [product(*(per_param(value, i) for value in values)) for i in range(lengths[0])]
+        return [product(*(value_for_param(value, i) for value in values)) for i in range(lengths[0])]
     result = values[0]
     for value in values[1:]:
         result = result * value

@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tailopt.clipping.step_cache import StepCache
-from tailopt.rules.rule import Hyperparameters, Rule, States, Tensors, is_active, per_param
+from tailopt.rules.rule import Hyperparameters, Rule, States, Tensors, is_active, value_for_param
 
 
 def _average(
@@ -47,7 +47,7 @@ def _descend(params: Tensors, grads: Tensors, states: States, hparams: Hyperpara
                 g = g + v * momentum if isinstance(momentum, Tensor) else g.add(v, alpha=momentum)
             else:
                 g = v
-        lr = per_param(hparams["lr"], i)
+        lr = value_for_param(hparams["lr"], i)
         if isinstance(lr, Tensor):
             p.sub_(g * lr)
         else:

@@ -19,16 +19,16 @@ OUTER: Mapping[str, Rule] = {
     "avg": AVG,
     "sgd": SGD,
     "nesterov": NESTEROV,
-    "biclip": replace(BICLIP, options={"dead_zone": 0.0}),
-    "biclip-l2": replace(BICLIP_L2, options={"scope": "global"}),
+    "biclip": replace(BICLIP, defaults={"dead_zone": 0.0}),
+    "biclip-l2": replace(BICLIP_L2, defaults={"scope": "global"}),
     "adagrad": ADAGRAD,
     "rmsprop": RMSPROP,
-    "adam": replace(ADAM, options={"betas": (0.9, 0.99), "bias_correction": False}),
+    "adam": replace(ADAM, defaults={"betas": (0.9, 0.99), "bias_correction": False}),
 }
 
 # Inside, adam, adamw and adagrad are torch's.
 INNER: Mapping[str, Rule] = {
-    "sgd": replace(SGD, options={}),
+    "sgd": replace(SGD, defaults={}),
     "l2clip": L2CLIP,
     "biclip": BICLIP,
     "biclip-l2": BICLIP_L2,

@@ -34,7 +34,7 @@ from torch.utils.data import (
 )
 
 from tailopt.arguments import whole_number
-from tailopt.seeds import derive, generator
+from tailopt.seeds import derive_seed, generator
 
 Data = Dataset[Any] | DataLoader[Any] | Sequence[Any]
 
@@ -81,7 +81,7 @@ class NodeData:
         self._loader = loader  # iterated only if it has its own order
         self._current_pass: Iterator[Any] | None = None  # what is left of the pass through such a loader
         self._position = 0  # the number of its next batch
-        self._reader = _BatchReader.of(loader, derive(seed, "workers", node))
+        self._reader = _BatchReader.of(loader, derive_seed(seed, "workers", node))
         self._cached_pass: tuple[int, Tensor, Tensor] | None = None  # a pass, its order, and that as rows of the reader
         if self.samples == 0:
             raise ValueError(f"Invalid data: node {node} has no data. Give it samples, or leave the node out.")
@@ -350,7 +350,7 @@ class _BatchReader(Dataset[Any]):
     def __getitem__(self, item: tuple[int, list[int]]) -> Any:
         number, rows = item
         if get_worker_info() is not None:
-            _seed_worker(derive(self.seed, "batch", number))
+            _seed_worker(derive_seed(self.seed, "batch", number))
         return self.fetch(torch.tensor(rows, device=None if self.tensors is None else self.tensors[0].device))
 
 

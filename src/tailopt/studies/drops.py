@@ -30,7 +30,7 @@ from tailopt.figures.style import LineStyle, pyplot
 from tailopt.optional import missing
 from tailopt.progress import Progress
 from tailopt.schedules import cosine
-from tailopt.seeds import derive, generator
+from tailopt.seeds import derive_seed, generator
 from tailopt.studies.plots import save
 from tailopt.studies.protocol import UNJUDGED
 from tailopt.studies.runner import RECORD, Grid, Tick, as_json, digest, run_grid, write_results
@@ -200,7 +200,7 @@ def model(plan: DropsPlan, seed: int) -> torch.nn.Module:
         use_cache=False,
     )
     with torch.random.fork_rng([]):
-        torch.manual_seed(derive(seed, "drops model"))
+        torch.manual_seed(derive_seed(seed, "drops model"))
         return GPT2LMHeadModel(config)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tailopt.optional import missing
-from tailopt.seeds import derive
+from tailopt.seeds import derive_seed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,6 +58,6 @@ def bootstrap_interval(repetitions: Array, statistic: Callable[[Array], Array]) 
         n_resamples=RESAMPLES,
         vectorized=True,
         method="percentile",
-        random_state=np.random.default_rng(derive(0, "bootstrap")),
+        random_state=np.random.default_rng(derive_seed(0, "bootstrap")),
     ).confidence_interval
     return float(interval.low), float(interval.high)

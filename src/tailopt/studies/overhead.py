@@ -191,7 +191,7 @@ def _node(name: str, parameters: int, node: int, port: int, queue: Any) -> None:
         {
             "inner state": inner / n,
             "start weights": optimizer.node.x.nbytes / n,
-            "outer state": _tensors(optimizer.node.outer) / n,
+            "outer state": _tensors(optimizer.node.outer_state) / n,
             "sent": counts[-1][0] / n,
             "received": counts[-1][1] / n,
             "peak": peak / n,

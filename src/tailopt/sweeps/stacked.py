@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from tailopt.algorithms import Algorithm
-from tailopt.rules.adam import fresh
+from tailopt.rules.adam import initial_adam_state
 from tailopt.rules.rule import State
 from tailopt.splits.loaders import NodeData
 from tailopt.tasks.synthetic import Synthetic
@@ -89,7 +89,7 @@ def errors(
             inner_states = [{}]
             if first.send_preconditioner and t:
                 v = outer_states[0]["exp_avg_sq"][:, :, None, :].expand_as(w)
-                inner_states = [fresh(w, v, 0 if first.send_preconditioner == "raw" else t)]
+                inner_states = [initial_adam_state(w, v, 0 if first.send_preconditioner == "raw" else t)]
         for step in range(local_steps):
             inner.step([w], [data.gradient(w, t * local_steps + step)], inner_states, inner_numbers)
         delta = (w - x[:, :, None, :]).mean(2)

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from tailopt.evaluation import evaluating
 from tailopt.optional import require
-from tailopt.seeds import derive, generator
+from tailopt.seeds import derive_seed, generator
 from tailopt.splits.partitions import iid
 from tailopt.tasks import files, hub, pretrained
 from tailopt.tasks.dataset_options import HELD_OUT, check_dataset_options, held_out_share
@@ -121,7 +121,7 @@ class Cifar100:
         model = pretrained.fresh("images", configuration, seed)
         if self.stem:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(derive(seed, "stem"))
+                torch.manual_seed(derive_seed(seed, "stem"))
                 model.vit.embeddings.patch_embeddings.projection = Stem(self.width, self.patch)  # type: ignore[union-attr]
         return model
 

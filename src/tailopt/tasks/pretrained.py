@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tailopt.optional import require
-from tailopt.seeds import derive
+from tailopt.seeds import derive_seed
 from tailopt.tasks.hub import is_reachable
 
 # what a model is for -> the class of Transformers that loads it
@@ -80,7 +80,7 @@ def _seeded(seed: int) -> Iterator[None]:
     """Draw weights as a function of the seed; torch's own generator is the same afterwards as before."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a new head is what the caller asked for
-        torch.manual_seed(derive(seed, "weights"))
+        torch.manual_seed(derive_seed(seed, "weights"))
         yield
 
 

@@ -46,7 +46,7 @@ def headers_are_not_checked(patch: pytest.MonkeyPatch) -> None:
 
     def believed(cls: type[Header], words: list[int], sequence: int, sender: int, receiver: int) -> Header:
         plain = struct.pack(f"<{len(words) - 1}q", *words[:-1])
-        return unpacked(cls, [*words[:-1], header.word_of(plain, sequence)], sequence, sender, receiver)  # type: ignore[no-any-return]
+        return unpacked(cls, [*words[:-1], header.digest64(plain, sequence)], sequence, sender, receiver)  # type: ignore[no-any-return]
 
     patch.setattr(Header, "unpacked", classmethod(believed))
 
@@ -58,13 +58,13 @@ def small_messages_are_not_checked(patch: pytest.MonkeyPatch) -> None:
 
 def verdicts_are_not_unanimous(patch: pytest.MonkeyPatch) -> None:
     """Only the first node's verdicts count, and each node takes another one for the first."""
-    unanimous = verdicts.unanimous
+    merge = verdicts.merge_verdicts
 
     def own_view(t: int, nodes: Sequence[int], by_judge: Any, judges: Any, places: Any) -> dict[int, Exclusion]:
         half = max(len(by_judge) // 2, 1)
-        return unanimous(t, nodes, by_judge[:half], judges[:half], places)
+        return merge(t, nodes, by_judge[:half], judges[:half], places)
 
-    patch.setattr(exchange, "unanimous", own_view)
+    patch.setattr(exchange, "merge_verdicts", own_view)
 
 
 def damage_names_the_sender_alone(patch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def first_weights_are_not_compared(patch: pytest.MonkeyPatch) -> None:
     async def once(self: WeightSync, through: Any, tensor: Any) -> None:
         await through.broadcast(tensor.view(-1).view(torch.uint8))
 
-    patch.setattr(WeightSync, "broadcast_compared", once)
+    patch.setattr(WeightSync, "broadcast_verified", once)
 
 
 def a_broken_connection_names_the_other_end(patch: pytest.MonkeyPatch) -> None:
@@ -118,15 +118,15 @@ def a_finished_node_is_given_up(patch: pytest.MonkeyPatch) -> None:
 
 def excluded_displacements_are_added(patch: pytest.MonkeyPatch) -> None:
     """The mean is taken over all rows, whoever was left out."""
-    begin = exchange.Exchange._begin_mean
+    begin = exchange.Exchange._form_or_defer_mean
 
     def over_all(self: Any, settlement: Settlement, robust_mean: Any) -> None:
-        counted = settlement.counted
+        counted = settlement.counted_shares
         if len(counted) < self.transport.nodes:
             counted = {**counted, max(counted): 2 * counted[max(counted)]}
-        begin(self, replace(settlement, counted=counted, total_share=1.0), robust_mean)
+        begin(self, replace(settlement, counted_shares=counted, total_share=1.0), robust_mean)
 
-    patch.setattr(exchange.Exchange, "_begin_mean", over_all)
+    patch.setattr(exchange.Exchange, "_form_or_defer_mean", over_all)
 
 
 # a seed with which each of them is found

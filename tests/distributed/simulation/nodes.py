@@ -15,7 +15,7 @@ from tailopt.distributed.exchange import Exchange
 from tailopt.distributed.heartbeat import DRAIN_S, Heartbeat
 from tailopt.distributed.membership import EXIT_AFTER_S, Membership, Timeouts
 from tailopt.distributed.roll_call import GATHER_S, StoreOwner, answered, incarnation, roll_call
-from tailopt.distributed.terms import Statement, Terms
+from tailopt.distributed.round_records import JudgingCriteria, Statement
 from tailopt.distributed.weight_sync import AT_FAULT, other_weights
 from tailopt.rounds.drops import DROPPED
 from tailopt.rounds.guard import Bound
@@ -169,7 +169,7 @@ class SimulatedNode:
             statement = Statement(steps, self._bound(steps), float(node), 0.0, 0, t == plan.rounds)
             if self._has("drop", t):
                 exchange.transport = _Dropping(transport)
-            report, _ = await exchange.close(t, participants, x, {}, {}, statement, self._terms())
+            report, _ = await exchange.exchange_and_settle(t, participants, x, {}, {}, statement, self._criteria())
             exchange.transport = transport
             self.record.confirmed[t - 1] = digest(exchange.layout.views(x, shapes))
             settlement = report.settlement
@@ -177,12 +177,12 @@ class SimulatedNode:
             self.record.rows[t] = repr(row)  # as text: NaN differs from itself
             self.record.used[t] = list(settlement.weights)
             self.record.said += [str(e) for e in settlement.excluded if e.reason != DROPPED]
-            if settlement.counted:
-                numbers = {**rule.options, **NUMBERS[plan.outer]}
-                await exchange.outer(x, states, rule, numbers, None)
+            if settlement.counted_shares:
+                numbers = {**rule.defaults, **NUMBERS[plan.outer]}
+                await exchange.take_outer_step(x, states, rule, numbers, None)
             exchange.load(params, x)
-            if report.last:
-                _, differing = await exchange.meet(t, 0, x, True)
+            if report.may_be_last:
+                _, differing = await exchange.compare_weights_at_barrier(t, 0, x, True)
                 if any(receiver == node for _, receiver in differing):
                     exchange.load(params, x)
                 self.record.said += [f"{other_weights(*pair, t)}. {AT_FAULT}" for pair in differing]
@@ -219,11 +219,11 @@ class SimulatedNode:
     def _bound(self, steps: int) -> Bound:
         return bound(self.plan, steps)
 
-    def _terms(self) -> Terms:
+    def _criteria(self) -> JudgingCriteria:
         plan = self.plan
         expected = None if plan.stated else lambda node, steps: bound(plan, steps)
         aggregate = Aggregate(plan.aggregate) if plan.aggregate else None
-        return Terms(True, expected, (), plan.local_steps, aggregate)
+        return JudgingCriteria(True, expected, (), plan.local_steps, aggregate)
 
 
 class _Dropping(SimulatedTransport):
@@ -234,7 +234,7 @@ class _Dropping(SimulatedTransport):
 
     async def exchange_with_header(self, header: Any, outgoing: Any = (), incoming: Any = ()) -> Any:
         """With the lost contribution."""
-        return await super().exchange_with_header(header._replace(sends=0), outgoing, incoming)
+        return await super().exchange_with_header(header._replace(contributes=0), outgoing, incoming)
 
 
 def chooser(plan: Plan) -> Sampling:

@@ -19,7 +19,7 @@ def weights_by_round(plan: Plan, used: Mapping[int, Sequence[int]]) -> dict[int,
     """The digest of the weights after every round of which it is known who counted, and before the first."""
     x = [torch.ones(size) for size in plan.sizes]
     states: list[State] = [{} for _ in x]
-    digests, rule, numbers = {0: digest(x)}, OUTER[plan.outer], {**OUTER[plan.outer].options, **NUMBERS[plan.outer]}
+    digests, rule, numbers = {0: digest(x)}, OUTER[plan.outer], {**OUTER[plan.outer].defaults, **NUMBERS[plan.outer]}
     for t in range(1, plan.rounds + 1):
         if t not in used:
             break

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tailopt.clipping.counts import StatisticsRecorder
-from tailopt.clipping.kernels.kernel import Batch, refuses_flat
+from tailopt.clipping.kernels.kernel import StepGroup, refuses_flat
 from tailopt.clipping.reference import ScaleToNorm, Step
 from tailopt.clipping.step_cache import StepCache
 from tailopt.native import library
@@ -25,7 +25,9 @@ def refuses(p: Tensor, g: Tensor, step: Step) -> str:
     return refuses_flat(p, g, step)
 
 
-def run(batches: Sequence[Batch], cache: StepCache | None = None, recorder: StatisticsRecorder | None = None) -> None:
+def run(
+    batches: Sequence[StepGroup], cache: StepCache | None = None, recorder: StatisticsRecorder | None = None
+) -> None:
     """Step on all batches in one pass, and count on the way if there is a recorder.
 
     cache: prepared for these batches by the caller; without one the tensors are looked at here.
@@ -52,7 +54,7 @@ def run(batches: Sequence[Batch], cache: StepCache | None = None, recorder: Stat
     )
 
 
-def joined(batches: Sequence[Batch]) -> tuple[list[Tensor], list[Tensor]]:
+def joined(batches: Sequence[StepGroup]) -> tuple[list[Tensor], list[Tensor]]:
     """All parameters and all gradients; the lists themselves if there is only one batch."""
     if len(batches) == 1:
         return batches[0].params, batches[0].grads

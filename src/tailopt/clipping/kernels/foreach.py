@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tailopt.clipping.kernels.kernel import Batch, as_float, has_dimensions, on_device
-from tailopt.clipping.operators import Number, arithmetic
+from tailopt.clipping.kernels.kernel import StepGroup, as_float, has_dimensions, on_device
+from tailopt.clipping.operators import Number, compute_dtype
 from tailopt.clipping.reference import ClipByValue, Step
 
 FOREACH_BYTES = 1 << 28  # of gradients whose intermediates are alive at the same time
@@ -32,7 +32,7 @@ def refuses(p: Tensor, g: Tensor, step: Step) -> str:
     return ""
 
 
-def run(batches: Sequence[Batch]) -> None:
+def run(batches: Sequence[StepGroup]) -> None:
     """Step on all batches, tensors of one device and type together."""
     for batch in batches:
         kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
@@ -41,7 +41,7 @@ def run(batches: Sequence[Batch]) -> None:
             ps.append(p)
             gs.append(g)
         for (device, dtype), (ps, gs) in kinds.items():
-            step = on_device(batch.step, device, arithmetic(dtype))
+            step = on_device(batch.step, device, compute_dtype(dtype))
             start = alive = 0
             for end, g in enumerate(gs, 1):
                 alive += g.numel() * g.element_size()
@@ -51,7 +51,7 @@ def run(batches: Sequence[Batch]) -> None:
 
 
 def _foreach(params: list[Tensor], grads: list[Tensor], step: Step) -> None:
-    dtype = arithmetic(params[0].dtype)
+    dtype = compute_dtype(params[0].dtype)
     gs = [g if g.dtype == dtype else g.to(dtype) for g in grads]
     wide = [p if p.dtype == dtype else p.to(dtype) for p in params]
     if isinstance(step.clip, ClipByValue):

@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tailopt.clipping.counts import is_flat
+from tailopt.clipping.counts import is_gap_free
 from tailopt.clipping.operators import Number
 from tailopt.clipping.reference import ClipByValue, Step
 
 PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 
 
-class Batch(NamedTuple):
+class StepGroup(NamedTuple):
     """Parameters that take the same step. `slots`: the row of the counters that each of them has, for statistics."""
 
     params: list[Tensor]
@@ -38,7 +38,7 @@ class Kernel:
     """
 
     name: str
-    run: Callable[[Sequence[Batch]], None]
+    run: Callable[[Sequence[StepGroup]], None]
     refuses: Callable[[Tensor, Tensor, Step], str]
 
 
@@ -69,7 +69,7 @@ def refuses_flat(p: Tensor, g: Tensor, step: Step) -> str:
         return f"it takes floating types, not {p.dtype}"
     if not is_scalar(step):
         return "thresholds or lr are tensors with dimensions, or not on the CPU"
-    if p.stride() != g.stride() or p.shape != g.shape or not (is_flat(p) and is_flat(g)):
+    if p.stride() != g.stride() or p.shape != g.shape or not (is_gap_free(p) and is_gap_free(g)):
         return "parameter and gradient lie differently in memory, have gaps, or are lazily negated"
     return ""
 

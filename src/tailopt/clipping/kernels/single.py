@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tailopt.clipping import reference
-from tailopt.clipping.kernels.kernel import Batch, on_device
-from tailopt.clipping.operators import Number, arithmetic, real_parts
+from tailopt.clipping.kernels.kernel import StepGroup, on_device
+from tailopt.clipping.operators import Number, compute_dtype, real_parts
 from tailopt.clipping.reference import ClipByValue, ScaleToNorm, Step
 
 
@@ -18,7 +18,7 @@ def refuses(p: Tensor, g: Tensor, step: Step) -> str:
     return ""
 
 
-def run(batches: Sequence[Batch]) -> None:
+def run(batches: Sequence[StepGroup]) -> None:
     """Step on one tensor after another."""
     for batch in batches:
         for p, g in zip(batch.params, batch.grads, strict=True):
@@ -26,7 +26,7 @@ def run(batches: Sequence[Batch]) -> None:
 
 
 def _single(p: Tensor, g: Tensor, step: Step) -> None:
-    dtype = arithmetic(p.dtype)
+    dtype = compute_dtype(p.dtype)
     step = on_device(step, p.device, dtype)
     if p.is_complex():  # sparse; dense ones came as pairs of reals
         p = torch.view_as_real(p)
@@ -69,7 +69,7 @@ def at_coordinates(clip: ClipByValue | ScaleToNorm, g: Tensor) -> ClipByValue | 
     return type(clip)(*map(picked, clip))
 
 
-def run_reference(batches: Sequence[Batch]) -> None:
+def run_reference(batches: Sequence[StepGroup]) -> None:
     """Step on one tensor after another by the reference."""
     with torch.no_grad():
         for batch in batches:

@@ -20,21 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tailopt.distributed.header import Header, bound_word
+from tailopt.distributed.header import Header, digest_of_bound
 from tailopt.rounds.guard import Bound
-from tailopt.rules.rule import per_param
+from tailopt.rules.rule import value_for_param
 
 CAP = 10.0  # times the lower median of all participants
 _KINDS = (None, "coordinate", "norm", "tensor norm")
 
 
 @dataclass
-class Limits:
+class NodeBounds:
     """The bound of every participant, the nodes that stated another one than agreed, and what is worth a warning."""
 
     by_node: dict[int, Bound]
     wrong: set[int] = field(default_factory=set)
-    remarks: dict[int, str] = field(default_factory=dict)
+    warnings_by_node: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -45,90 +45,93 @@ class Members:
         t: the round.
         headers: of all nodes.
         participants: the nodes that take part.
-        free: participants without a bound: they continue from weights of their own.
+        diverged: participants that continue from weights of their own: nothing bounds their displacement.
     """
 
     t: int
     headers: Sequence[Header]
     participants: Collection[int]
-    free: Collection[int] = ()
+    diverged: Collection[int] = ()
 
     @property
     def bounded(self) -> list[int]:
         """The participants whose displacement has a bound."""
-        return [node for node in self.participants if node not in self.free]
+        return [node for node in self.participants if node not in self.diverged]
 
 
-async def agreed(
+async def agreed_bounds(
     members: Members,
-    expected: Callable[[int, int], Bound],
-    own: Bound,
+    expected_bound: Callable[[int, int], Bound],
+    this_bound: Bound,
     tensors: int,
     gather: Callable[[Tensor], Awaitable[Tensor]],
-) -> Limits:
+) -> NodeBounds:
     """Bounds from agreed settings.
 
     Args:
         members: the nodes of the round.
-        expected: (node, steps) -> its bound.
-        own: this node's, as its header states it.
+        expected_bound: (node, steps) -> its bound.
+        this_bound: this node's, as its header states it.
         tensors: how many there are.
         gather: every node's tensor, stacked; called on all nodes or on none.
     """
     headers, bounded = members.headers, members.bounded
-    remarks = _step_remarks(members)
+    warnings_by_node = _step_warnings(members)
     by_node = {
-        node: Bound(None) if node in members.free else expected(node, headers[node].steps)
+        node: Bound(None) if node in members.diverged else expected_bound(node, headers[node].steps)
         for node in members.participants
     }
-    words = {id(bound): bound_word(bound) for bound in by_node.values()}  # most nodes share one
-    wrong = {node for node in bounded if headers[node].bound != words[id(by_node[node])]}
-    if len({headers[node].bound for node in bounded}) > 1:
+    digests = {id(bound): digest_of_bound(bound) for bound in by_node.values()}  # most nodes share one
+    wrong = {node for node in bounded if headers[node].bound_digest != digests[id(by_node[node])]}
+    if len({headers[node].bound_digest for node in bounded}) > 1:
         # the last digit of a cosine may be another one on another machine: that is no other setting
-        rows = (await gather(torch.tensor(encoded(own, tensors), dtype=torch.float64))).tolist()
+        rows = (await gather(torch.tensor(encoded(this_bound, tensors), dtype=torch.float64))).tolist()
         wrong = {node for node in wrong if not _close(rows[node], encoded(by_node[node], tensors))}
     if 2 * len(wrong) > len(bounded):
         # this node is the one that differs: the others exclude it, and it must not exclude the honest majority. It
         # keeps the kind of the bounds, on which the number of messages depends.
         by_node = {node: Bound(bound.kind, math.inf, 0.0, bound.steps) for node, bound in by_node.items()}
-        return Limits(by_node, remarks=remarks)
-    return Limits(by_node, wrong, remarks)
+        return NodeBounds(by_node, warnings_by_node=warnings_by_node)
+    return NodeBounds(by_node, wrong, warnings_by_node)
 
 
 def _close(stated: Sequence[float], expected: Sequence[float]) -> bool:
     return all(map(lambda a, b: a == b or math.isclose(a, b, rel_tol=1e-6), stated, expected))
 
 
-async def stated(
-    members: Members, own: Bound, names: Sequence[str], gather: Callable[[Tensor], Awaitable[Tensor]]
-) -> Limits:
+async def stated_bounds(
+    members: Members, this_bound: Bound, names: Sequence[str], gather: Callable[[Tensor], Awaitable[Tensor]]
+) -> NodeBounds:
     """Bounds as the nodes state them.
 
     Args:
         members: the nodes of the round.
-        own: this node's.
+        this_bound: this node's.
         names: of all tensors.
         gather: every node's tensor, stacked; called on all nodes or on none.
     """
     headers, bounded, participants = members.headers, members.bounded, members.participants
-    remarks = _step_remarks(members)
-    words = {headers[node].bound for node in bounded}
+    warnings_by_node = _step_warnings(members)
+    digests = {headers[node].bound_digest for node in bounded}
     # a node that does not take part has no bound of its own to judge the others by, so it needs to hear theirs
-    if len(words) <= 1 and len(participants) == len(headers):
-        return Limits({node: Bound(None) if node in members.free else own for node in participants}, remarks=remarks)
-    if words <= {bound_word(Bound(None))}:  # nothing bounds these optimizers
-        return Limits(dict.fromkeys(participants, Bound(None)), remarks=remarks)
-    rows = (await gather(torch.tensor(encoded(own, len(names)), dtype=torch.float64))).tolist()
+    if len(digests) <= 1 and len(participants) == len(headers):
+        return NodeBounds(
+            {node: Bound(None) if node in members.diverged else this_bound for node in participants},
+            warnings_by_node=warnings_by_node,
+        )
+    if digests <= {digest_of_bound(Bound(None))}:  # nothing bounds these optimizers
+        return NodeBounds(dict.fromkeys(participants, Bound(None)), warnings_by_node=warnings_by_node)
+    rows = (await gather(torch.tensor(encoded(this_bound, len(names)), dtype=torch.float64))).tolist()
     steps = {node: headers[node].steps for node in participants}
     capped, medians = cap({node: rows[node] for node in bounded}, steps)
     for node, (i, value) in _other_coefficients(rows, headers, bounded, medians).items():
-        remarks.setdefault(
+        warnings_by_node.setdefault(
             node,
             f"Node {node} steps with other settings: in round {members.t} one local step moves {names[i % len(names)]} "
             f"by up to {value:.3g} there, and {medians[i]:.3g} is the lower median of all nodes. Each node is judged "
             f"by its own settings, up to {CAP:g} times the median.",
         )
-    return Limits({node: capped.get(node, Bound(None)) for node in participants}, remarks=remarks)
+    return NodeBounds({node: capped.get(node, Bound(None)) for node in participants}, warnings_by_node=warnings_by_node)
 
 
 def encoded(bound: Bound, tensors: int) -> list[float]:
@@ -140,7 +143,7 @@ def encoded(bound: Bound, tensors: int) -> list[float]:
     """
     if bound.kind is None:
         return [0.0, *[math.inf] * tensors, *[0.0] * tensors]
-    numbers = [_magnitude(per_param(value, i)) for value in (bound.a, bound.c) for i in range(tensors)]
+    numbers = [_magnitude(value_for_param(value, i)) for value in (bound.constant, bound.slope) for i in range(tensors)]
     return [float(_KINDS.index(bound.kind)), *numbers]
 
 
@@ -150,7 +153,7 @@ def cap(rows: Mapping[int, Sequence[float]], steps: Mapping[int, int]) -> tuple[
     Examples:
         >>> rows = {0: [1.0, 5.0, 0.0], 1: [1.0, 5.0, 0.0], 2: [1.0, 500.0, 0.0]}
         >>> capped, medians = cap(rows, {0: 5, 1: 5, 2: 5})
-        >>> [bound.a for bound in capped.values()], medians
+        >>> [bound.constant for bound in capped.values()], medians
         ([[5.0], [5.0], [50.0]], [1.0, 0.0])
     """
     kind = Counter(int(row[0]) for row in rows.values() if 0 < row[0] < len(_KINDS)).most_common(1)[0][0]
@@ -180,7 +183,7 @@ def _other_coefficients(
     return differing
 
 
-def _step_remarks(members: Members) -> dict[int, str]:
+def _step_warnings(members: Members) -> dict[int, str]:
     """Remarks about nodes that took another number of local steps than most."""
     steps = {node: members.headers[node].steps for node in members.participants}
     counts = Counter(steps.values())

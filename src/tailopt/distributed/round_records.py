@@ -1,4 +1,4 @@
-"""Three records of a round: what a node states, the terms by which it is judged, and the report of all nodes."""
+"""Three records of a round: what a node states, the criteria by which it is judged, and the report of all nodes."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ class Statement:
         bound: how far it can have moved by them.
         loss: of these steps.
         seconds: that they took.
-        structure: a digest of which parameters it trains.
-        last: whether this may be the last round: the new weights are then compared at once.
+        trained_digest: a digest of which parameters it trains.
+        may_be_last: whether this may be the last round: the new weights are then compared at once.
     """
 
     steps: int = 0
     bound: Bound = Bound(None)
     loss: float = math.nan
     seconds: float = 0.0
-    structure: int = 0
-    last: bool = False
+    trained_digest: int = 0
+    may_be_last: bool = False
 
 
 @dataclass(frozen=True)
-class Terms:
+class JudgingCriteria:
     """What a round is judged by.
 
     Args:
         guard: whether displacements beyond the bound are left out.
-        expected: (node, steps) -> its bound, where the settings are agreed; else nodes state their own.
-        free: participants without a bound: they continue from weights of their own.
+        expected_bound: (node, steps) -> its bound, where the settings are agreed; else nodes state their own.
+        diverged: participants that continue from weights of their own: nothing bounds their displacement.
         most_steps: local steps that a node may take in a round.
         robust_mean: in place of the weighted mean.
     """
 
     guard: bool = True
-    expected: Callable[[int, int], Bound] | None = None
-    free: Collection[int] = ()
+    expected_bound: Callable[[int, int], Bound] | None = None
+    diverged: Collection[int] = ()
     most_steps: float = math.inf
     robust_mean: Aggregate | None = None
 
@@ -58,13 +58,13 @@ class ExchangeReport:
     Args:
         settlement: who counted.
         seconds: that the local steps of every participant took.
-        remarks: about nodes that differ from the others.
-        last: whether this may be the last round.
-        notes: about weights that a node had to load again.
+        warnings_by_node: a sentence about every node that differs from the others.
+        may_be_last: whether this may be the last round.
+        reloads: sentences about weights that a node had to load again.
     """
 
     settlement: Settlement
     seconds: dict[int, float]
-    remarks: dict[int, str]
-    last: bool
-    notes: list[str] = field(default_factory=list)
+    warnings_by_node: dict[int, str]
+    may_be_last: bool
+    reloads: list[str] = field(default_factory=list)

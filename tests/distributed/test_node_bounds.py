@@ -18,7 +18,7 @@ from tests.distributed import forked
 
 pytest.importorskip("resource", reason="processes are forked")
 
-HERE = "tests.distributed.test_limits"
+HERE = "tests.distributed.test_node_bounds"
 
 
 class Diverging(torch.optim.SGD):
@@ -137,11 +137,11 @@ def test_a_verdict_that_means_nothing_names_its_sender(server: forked.Server) ->
 )
 def test_codes_and_tensors_that_no_verdict_has(verdict: tuple[float, float, float, float], said: str) -> None:
     from tailopt.distributed.header import Damaged
-    from tailopt.distributed.verdicts import SOUND, unanimous
+    from tailopt.distributed.verdicts import SOUND, merge_verdicts
 
     rows = [[SOUND, SOUND], [verdict, SOUND]]
     with pytest.raises(Damaged, match=rf"node 1 sent a verdict about node 0 that cannot be read \({said}\)"):
-        unanimous(1, [0, 1], rows, [0, 1], ["a", "b", "c", "d", "e", "f"])
+        merge_verdicts(1, [0, 1], rows, [0, 1], ["a", "b", "c", "d", "e", "f"])
 
 
 @pytest.mark.parametrize("owner", [2])
@@ -204,11 +204,11 @@ def test_the_last_bit_of_a_schedule_is_no_other_setting(server: forked.Server) -
 )
 def test_a_majority_is_never_capped_below_its_own_statement(stated: list[tuple[float, int]]) -> None:
     """The cap is ten times the lower median: at least half of the nodes are below it by themselves."""
-    from tailopt.distributed.limits import CAP, cap
+    from tailopt.distributed.node_bounds import CAP, cap
 
     rows = {i: [1.0, a * steps, 0.0] for i, (a, steps) in enumerate(stated)}
     capped, medians = cap(rows, {i: steps for i, (_, steps) in enumerate(stated)})
-    kept = [i for i, (a, steps) in enumerate(stated) if capped[i].a[0] >= 0.999999 * a * steps]
+    kept = [i for i, (a, steps) in enumerate(stated) if capped[i].constant[0] >= 0.999999 * a * steps]
     assert 2 * len(kept) >= len(stated)
     for i, (_, steps) in enumerate(stated):
-        assert capped[i].a[0] <= CAP * medians[0] * steps * 1.000001
+        assert capped[i].constant[0] <= CAP * medians[0] * steps * 1.000001
