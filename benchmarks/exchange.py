@@ -39,7 +39,7 @@ from torch import Tensor
 
 from tailopt.distributed import flat_kernels
 from tailopt.distributed.gloo import GlooTransport
-from tailopt.distributed.interfaces import run as blocking
+from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.node import Node
 from tailopt.distributed.round_records import JudgingCriteria, Statement
 from tailopt.rounds.guard import Bound

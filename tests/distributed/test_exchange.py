@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tailopt.distributed.exchange import Exchange
 from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.header import Damaged, Header
-from tailopt.distributed.interfaces import run
+from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.layout import ALIGNMENT, Layout
 from tailopt.distributed.round_records import JudgingCriteria, Statement
 from tailopt.rounds.block_norm import BLOCK
@@ -70,10 +70,10 @@ class Altered(GlooTransport):
     ("change", "said"),
     [
         ({}, None),
-        ({"sends": 0}, "dropped"),  # a contribution that is lost is none that is wrong
+        ({"contributes": 0}, "dropped"),  # a contribution that is lost is none that is wrong
         ({"round": -2}, r"Node 0 writes a checkpoint while node 0 ends round 1. Call checkpoint\(\) on every node"),
         ({"elements": 31}, "Round 1: node 0 came with 31 elements, and 32 were expected"),
-        ({"weight": 0.5}, "came with a weight of 0.5, and 1 was expected"),
+        ({"share": 0.5}, "came with a weight of 0.5, and 1 was expected"),
     ],
 )
 def test_headers_that_end_a_run(change: dict[str, Any], said: str | None) -> None:
@@ -85,11 +85,11 @@ def test_headers_that_end_a_run(change: dict[str, Any], said: str | None) -> Non
     who = Sampling((1.0,), 1, "uniform", 0).draw(1)
     transport.change = change
     if said is None or said == "dropped":
-        report, _ = run(exchange.exchange_and_settle(1, who, x, {}, {}, Statement(1), JudgingCriteria()))
+        report, _ = blocking(exchange.exchange_and_settle(1, who, x, {}, {}, Statement(1), JudgingCriteria()))
         assert [e.reason for e in report.settlement.excluded] == ([said] if said else [])
     else:
         with pytest.raises(Damaged, match=said):
-            run(exchange.exchange_and_settle(1, who, x, {}, {}, Statement(1), JudgingCriteria()))
+            blocking(exchange.exchange_and_settle(1, who, x, {}, {}, Statement(1), JudgingCriteria()))
 
 
 def main(rank: int, store: str, out: str) -> None:
@@ -103,7 +103,7 @@ def main(rank: int, store: str, out: str) -> None:
     who = Sampling((1.0,) * NODES, NODES, "uniform", 0).draw(1)
     time.sleep(1.5 if rank == LATE else 0.0)
     try:
-        run(
+        blocking(
             exchange.exchange_and_settle(
                 1, who, torch.zeros(exchange.layout.total), {}, {}, Statement(1), JudgingCriteria()
             )

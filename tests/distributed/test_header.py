@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailopt.distributed.header import Damaged, Header
-from tailopt.distributed.interfaces import run
+from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.transport import ExchangeCounter, Messages, Transport
 
 words = st.integers(-(2**63), 2**63 - 1)
@@ -18,17 +18,17 @@ headers = st.builds(
     node=words,
     elements=words,
     contributes=words,
-    weight=st.floats(allow_nan=False),
+    share=st.floats(allow_nan=False),
     loss=st.floats(allow_nan=False),
     steps=words,
-    bound=words,
+    bound_digest=words,
     trained_digest=words,
     may_be_last=words,
-    finite=words,
+    sent_finite=words,
     seconds=st.floats(allow_nan=False),
-    sent=words,
+    sent_digest=words,
     checksums=st.tuples(words, words),
-    weights=st.tuples(words, words),
+    loaded_digests=st.tuples(words, words),
 )
 
 
@@ -71,6 +71,6 @@ class Repeating(Transport):
 
 def test_a_small_message_that_arrives_twice_is_refused() -> None:
     transport = Repeating()
-    assert run(transport.gather(torch.tensor([7]))).tolist() == [[7], [7]]
+    assert blocking(transport.gather(torch.tensor([7]))).tolist() == [[7], [7]]
     with pytest.raises(Damaged, match="Node 0 received something else than node 1 sent: a small message"):
-        run(transport.gather(torch.tensor([8])))
+        blocking(transport.gather(torch.tensor([8])))

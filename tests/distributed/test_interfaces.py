@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import tailopt.distributed
-from tailopt.distributed.interfaces import run
+from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.threads import SystemClock, ThreadCall, ThreadEvent, TorchStore
 
 FOLDER = Path(tailopt.distributed.__file__).parent
@@ -60,7 +60,7 @@ def test_a_coroutine_that_suspends_outside_of_the_simulation_is_a_bug() -> None:
         await Suspends()
 
     with pytest.raises(RuntimeError, match="suspended outside of the simulation"):
-        run(waits())
+        blocking(waits())
 
 
 def test_what_blocks_never_suspends() -> None:
@@ -84,4 +84,4 @@ def test_what_blocks_never_suspends() -> None:
             await store.check("none"),
         ]
 
-    assert run(uses()) == ["1", "3", False, False, True, 2, 5, ["1", "3"], False]
+    assert blocking(uses()) == ["1", "3", False, False, True, 2, 5, ["1", "3"], False]

@@ -28,7 +28,7 @@ from torch import nn
 import tailopt
 from tailopt.distributed.errors import Disagreement
 from tailopt.distributed.gloo import GlooTransport
-from tailopt.distributed.interfaces import run
+from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.membership import Timeouts
 from tailopt.distributed.rendezvous import connect
 from tailopt.schedules import cosine, power, warmup
@@ -139,7 +139,7 @@ def costs(watched: GlooTransport) -> list[float]:
     for _ in range(200):
         for k, transport in enumerate(transports):
             begun = time.perf_counter()
-            run(transport.gather(small))
+            blocking(transport.gather(small))
             found[k] = min(found[k], time.perf_counter() - begun)
     return found
 

@@ -45,7 +45,7 @@ def test_an_old_simulation_goes_on(old: Path, tmp_path: Path) -> None:
     with warnings.catch_warnings():  # from here on it is a run like any other
         warnings.simplefilter("error")
         simulated(old, rounds=6, resume=True)
-    assert Run.open(old).stamp.history == Run.open(old).ledger.chain
+    assert Run.open(old).provenance.history_chain == Run.open(old).ledger.chain
     assert json.loads((old / "checkpoints/round-000006/manifest.json").read_text())["run"] is not None
 
 

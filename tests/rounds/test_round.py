@@ -30,7 +30,7 @@ def state(weights: Sequence[Tensor], average: bool = False, **buffers: Tensor) -
 
 
 def contribution(node: int, delta: Sequence[Tensor], loss: float = 0.0, **more: Any) -> Contribution:
-    given = {"start": [torch.zeros_like(d) for d in delta], "buffers": {}, "limit": UNBOUNDED, **more}
+    given = {"start": [torch.zeros_like(d) for d in delta], "buffers": {}, "movement_bound": UNBOUNDED, **more}
     return Contribution(node=node, delta=delta, loss=loss, **given)
 
 
@@ -165,8 +165,8 @@ def test_the_report_has_what_the_nodes_keep() -> None:
     """An excluded node's steps count, its inner state and statistics do not."""
     kept = [{"step": 1}]
     sent = [
-        contribution(0, [torch.ones(1)], 2.0, steps=3, inner=kept, statistics="s"),
-        contribution(1, [torch.tensor([math.inf])], 2.0, steps=4, inner=kept, statistics="s"),
+        contribution(0, [torch.ones(1)], 2.0, steps=3, inner_state=kept, statistics="s"),
+        contribution(1, [torch.tensor([math.inf])], 2.0, steps=4, inner_state=kept, statistics="s"),
     ]
     result = mean_of(state([torch.zeros(1)]), sent, who([0.5, 0.5]))
     assert result.settlement.steps == {0: 3, 1: 4}

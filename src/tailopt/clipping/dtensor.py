@@ -71,7 +71,7 @@ def local_part(value: Tensor, like: Tensor) -> Tensor:
     return full.redistribute(placements=like.placements).to_local()
 
 
-def by_ranks(owners: Sequence[Tensor]) -> dict[tuple[Any, ...], list[int]]:
+def positions_by_process_groups(owners: Sequence[Tensor]) -> dict[tuple[Any, ...], list[int]]:
     """Positions of owners by the process groups their elements are spread over; () for what every rank holds whole."""
     spread: dict[tuple[Any, ...], list[int]] = {}
     for i, owner in enumerate(owners):

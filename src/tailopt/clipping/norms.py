@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tailopt.clipping.counts import add
-from tailopt.clipping.dtensor import by_ranks, is_dtensor, over_shards
+from tailopt.clipping.dtensor import is_dtensor, over_shards, positions_by_process_groups
 from tailopt.clipping.operators import Number, real_parts
 from tailopt.clipping.reference import ScaleToNorm
 from tailopt.native.clip import Counters
@@ -79,7 +79,7 @@ def largest(grads: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
     """max |g| over the finite elements of all gradients and all their shards; a 0-dim float64 tensor."""
     tops = _counted(grads).reals[:, 1]
     result = tops.new_zeros(())
-    for groups, members in by_ranks(owners).items():
+    for groups, members in positions_by_process_groups(owners).items():
         over = over_shards(_rows(tops, members).amax(), groups, lambda parts: parts.amax(0))
         result = torch.maximum(result, over)
     return result
@@ -88,7 +88,7 @@ def largest(grads: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
 def nonfinite(grads: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
     """How many elements of each gradient are not finite, over all its shards."""
     counts = _counted(grads).integers[:, 4].clone()
-    for groups, members in by_ranks(owners).items():
+    for groups, members in positions_by_process_groups(owners).items():
         if groups:
             counts[members] = over_shards(counts[members], groups, lambda parts: parts.sum(0))
     return counts
@@ -115,7 +115,7 @@ def _over_scopes(
         return _fold(pairs)[None]
     nothing = torch.stack([pairs.new_ones(()), pairs.new_zeros(())])
     total = nothing.expand(n_scopes, 2)
-    for groups, members in by_ranks(owners).items():
+    for groups, members in positions_by_process_groups(owners).items():
         inside: list[list[int]] = [[] for _ in range(n_scopes)]
         for i in members:
             inside[scopes[i]].append(i)

@@ -52,7 +52,7 @@ class Step(NamedTuple):
     maximize: bool = False
 
     def decay(self, dtype: torch.dtype) -> Number:
-        """1 - lr * weight_decay: in float64 from numbers, in the arithmetic's type from a tensor lr."""
+        """1 - lr * weight_decay: in float64 from numbers, in the compute type from a tensor lr."""
         lr = self.lr.to(dtype) if isinstance(self.lr, Tensor) else self.lr
         return 1 - lr * self.weight_decay
 
@@ -73,7 +73,7 @@ def step(p: Tensor, g: Tensor, numbers: Step) -> Tensor:
 
 
 def rounded(value: Number, dtype: torch.dtype) -> Tensor:
-    """A number as a 0-dim tensor of the arithmetic's type."""
+    """A number as a 0-dim tensor of the compute type."""
     return torch.as_tensor(value, dtype=torch.float64 if not isinstance(value, Tensor) else value.dtype).to(dtype)
 
 

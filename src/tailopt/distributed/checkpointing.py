@@ -10,7 +10,8 @@ before anybody acts on it, so that all of them have the same checkpoint or none 
 Where a node is several ranks that shard its parameters, each of them writes: its partition of its shards, in the order
 of the whole tensors' elements, and its part of the inner state. Such a run goes on with as many ranks per node.
 
-A disk that is full costs a checkpoint, and the run goes on. State that can never be saved ends it, by its name.
+A disk that is full costs a checkpoint, and the run goes on. A state that can never be saved ends the run, with an error
+that names it.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 from tailopt.clipping.dtensor import is_dtensor
 from tailopt.distributed.exchange import ALIKE
-from tailopt.distributed.interfaces import run
+from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.rank_group import RankGroup
-from tailopt.distributed.shared_state import OtherNodes, merged_meta, read, shared_of
+from tailopt.distributed.shared_state import NodeCountDiffers, merged_meta, read, shared_ranges_and_meta
 from tailopt.records import checkpoints, collective, history
 from tailopt.records.checkpoints import DamagedCheckpoint, Snapshot
 from tailopt.records.folder import HISTORY, Run, is_run, open_run
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 
 Moment = tuple[int, int | None]  # the round, and the local steps after it; None at the end of a round
 MAY_DIFFER_ON_RESUME = ("rounds", "nodes", "weights")  # settings that may differ in a resumed run
-# of the meta of a checkpoint
+# Of the meta of a checkpoint. story: what was said at earlier resumes; taken: local steps of every node; single: names
+# of outer tensors that have one element for all weights.
 NEEDED = {"writers": int, "story": list, "taken": list, "single": list, "nodes": dict, "global": dict}
 
 
@@ -208,11 +210,11 @@ class CheckpointCoordinator:
 
     def _write_part(self, folder: Path, node: Node, local_state: Callable[[], dict[str, Any]]) -> None:
         """Every rank writes its part of the shared state, and what its node keeps to itself."""
-        shared, outer = shared_of(node)
+        shared, outer_meta = shared_ranges_and_meta(node)
         tensors, packed = pack(local_state(), "node")
         sharded_shapes = {name: list(t.shape) for name, t in tensors.items() if is_dtensor(t)}
         tensors = {name: t.to_local() if is_dtensor(t) else t for name, t in tensors.items()}
-        meta = {**outer, "own": packed, "cut": sharded_shapes}
+        meta = {**outer_meta, "own": packed, "cut": sharded_shapes}
         collective.write(folder, self.ranks.number, self.ranks.count, shared, tensors, meta)
 
     def _write_manifest(self, folder: Path, moment: Moment, node: Node, taken: Sequence[int]) -> None:
@@ -222,17 +224,17 @@ class CheckpointCoordinator:
         names, buffers, average = node.exchange.names, list(node.buffers_at_round_start()), node.average is not None
         more = {
             "taken": list(taken),
-            "probe": {},
+            "probe": {},  # empty on real nodes: the reader of simulations asks for both
             "inner": {},
             "writers": self.ranks.across.nodes,
-            "ranks": self.ranks.ranks,
+            "ranks": self.ranks.ranks_per_node,
             "story": self.resume_log,
         }
 
         def meta(parts: list[dict[str, Any]]) -> dict[str, Any]:
             return {**merged_meta(names, buffers, average, parts), **more}
 
-        collective.finish(folder, *moment, self.ranks.count, meta, self.run.write_permit)
+        collective.finish(folder, *moment, self.ranks.count, meta, self.run.checkpoint_owner)
 
     def resume(self, node: Node) -> tuple[Snapshot, Path] | None:
         """The newest checkpoint that is sound on all nodes, or None where there is none at all.
@@ -256,7 +258,7 @@ class CheckpointCoordinator:
         def rewind() -> None:
             if self.run is not None:
                 checkpoints.rewind(self.folder, snapshot.round, snapshot.step or 0)
-                self.run.rewind(snapshot.round, snapshot.stamp and snapshot.stamp.history)
+                self.run.rewind(snapshot.round, snapshot.provenance and snapshot.provenance.history_chain)
 
         self.ranks.all_ranks_do(rewind)
         self.log(text)
@@ -298,7 +300,7 @@ class CheckpointCoordinator:
             def load(path: Path = path, into: list[Snapshot] = loaded) -> None:
                 into.append(self._sound(path, node))
 
-            failed = self.ranks.failures(self.ranks.all_ranks_do(load, OSError, DamagedCheckpoint, OtherNodes))
+            failed = self.ranks.failures(self.ranks.all_ranks_do(load, OSError, DamagedCheckpoint, NodeCountDiffers))
             if failed is None:
                 return loaded[0], path
             passed_over.append(name)
@@ -323,7 +325,7 @@ class CheckpointCoordinator:
         By headers, as at the end of a round: gloo ends a process without a message where lengths differ.
         """
         across, round = self.ranks.across, node.round
-        headers, differing = run(node.exchange.compare_weights_at_barrier(round, step, node.x, self.guard))
+        headers, differing = blocking(node.exchange.compare_weights_at_barrier(round, step, node.x, self.guard))
         # in the middle of a round the parameters have moved on; the end of the round excludes them
         for text in node.load_again(differing) if not step else []:
             self.warn(text)

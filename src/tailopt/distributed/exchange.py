@@ -31,7 +31,7 @@ from tailopt.distributed import flat_kernels
 from tailopt.distributed.buffers import gather_buffers, mean_buffers
 from tailopt.distributed.flat_kernels import BufferStats, SegmentTable
 from tailopt.distributed.header import Damaged, Header, barrier_header, digest_of_bound
-from tailopt.distributed.interfaces import run
+from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.judging import Displacement, Judge, ReceivedRound
 from tailopt.distributed.layout import Layout, Segment
 from tailopt.distributed.node_bounds import Members, NodeBounds, agreed_bounds, stated_bounds
@@ -42,7 +42,7 @@ from tailopt.distributed.round_records import ExchangeReport, JudgingCriteria, S
 from tailopt.distributed.transport import Transport
 from tailopt.distributed.verdicts import header_verdict, merge_verdicts
 from tailopt.distributed.weight_sync import Pair, WeightSync, check_finite
-from tailopt.rounds.block_norm import root
+from tailopt.rounds.block_norm import root_of_sum
 from tailopt.rounds.guard import Exclusion
 from tailopt.rounds.mean import BufferMean
 from tailopt.rounds.participants import Participants
@@ -130,7 +130,7 @@ class Exchange:
         self._weight_sync.load(params, x)
 
     def restart(self, x: Tensor) -> None:
-        """Begin with weights from a checkpoint or from node 0, which their owners have not sent."""
+        """Begin with weights that no outer step made: node 0's, or those of a checkpoint."""
         self._weight_sync.restart(x)
 
     async def exchange_and_settle(
@@ -143,7 +143,7 @@ class Exchange:
         statement: Statement,
         criteria: JudgingCriteria,
     ) -> tuple[ExchangeReport, dict[str, Tensor]]:
-        """Judge all displacements; then `outer` can add them up and take the step.
+        """Exchange and judge all displacements and settle the round; `take_outer_step` comes next.
 
         x: the synchronised weights, flat, from which the displacement was measured; buffers_before: the buffers as the
         round began. Returns the report, the same on every node, and the mean buffers. Where every contribution was
@@ -190,7 +190,7 @@ class Exchange:
         """Combine the displacements in this partition; a weighted mean is added up later, with the outer step."""
         rows, shares = [self.received[i] for i in settlement.counted_shares], list(settlement.counted_shares.values())
         mean_function = (
-            robust_mean.mean_function(lambda delta: run(self._length(delta))) if robust_mean is not None else None
+            robust_mean.mean_function(lambda delta: blocking(self._length(delta))) if robust_mean is not None else None
         )
         if mean_function is None:
             self._mean, self._pending = rows[0], PendingMean(rows, shares, settlement.total_share)
@@ -211,7 +211,9 @@ class Exchange:
                 self._pending = None
             squares = await self.gather_sums_of_squares(self._mean)
             by_tensor = hparams.get("scope") == "tensor"
-            norms["norm"] = [root([squares[s.tensor]]) for s in self.segments] if by_tensor else root(squares)
+            norms["norm"] = (
+                [root_of_sum([squares[s.tensor]]) for s in self.segments] if by_tensor else root_of_sum(squares)
+            )
         part, partition = x[self.partition.range], self.partition
         by_segment = {**partition.hparams_by_segment(hparams), **norms}
         if self._pending is None or not self._pending.sgd_step(
@@ -220,7 +222,7 @@ class Exchange:
             means = partition.by_tensor(self._mean)
             outer_step(rule, partition.views(x), means, states, by_segment, self._negated_mean, self._outer_cache)
         if radius is not None:
-            length = root(await self.gather_sums_of_squares(part))
+            length = root_of_sum(await self.gather_sums_of_squares(part))
             if length > radius:
                 part.mul_(radius / length)
         await self._weight_sync.share_weights(self.transport, x)
@@ -244,7 +246,7 @@ class Exchange:
         await self._weight_sync.share(self.transport, flat)
 
     async def share_verified(self, flat: Tensor) -> None:
-        """Share what no later header states: compared at once, and sent once more where it arrived differently."""
+        """Share a buffer whose digest no later header has: compared at once, sent again where it arrived changed."""
         await self._weight_sync.share_verified(self.transport, flat)
 
     async def gather_sums_of_squares(self, buffer: Tensor) -> list[float]:
@@ -255,7 +257,7 @@ class Exchange:
     async def _length(self, delta: Sequence[Tensor]) -> float:
         """The norm of a displacement of which each node has its partition."""
         (buffer,) = delta
-        return root(await self.gather_sums_of_squares(buffer))
+        return root_of_sum(await self.gather_sums_of_squares(buffer))
 
     async def _lengths(self, received: ReceivedRound, verdicts: Mapping[int, Exclusion]) -> dict[int, float]:
         """The norms of all displacements without a verdict, for a robust mean that compares nodes by them."""
@@ -273,17 +275,17 @@ class Exchange:
             node=self.transport.node,
             elements=self.layout.total,
             contributes=int(takes_part),
-            weight=share,
+            share=share,
             loss=statement.loss,
             steps=statement.steps,
             bound_digest=digest_of_bound(statement.bound),
             trained_digest=statement.trained_digest,
             may_be_last=int(statement.may_be_last),
             seconds=statement.seconds,
-            sent=self._weight_sync.sent.checksum,
-            finite=int(self._weight_sync.sent_finite),
+            sent_digest=self._weight_sync.sent.checksum,
+            sent_finite=int(self._weight_sync.sent_finite),
             checksums=tuple(stats.checksum if takes_part else 0 for stats in self._stats),
-            weights=self._weight_sync.loaded,
+            loaded_digests=self._weight_sync.loaded,
         )
 
     async def _exchange_displacements(
@@ -317,8 +319,8 @@ class Exchange:
             share = participants.shares.get(k, 0.0)
             if header.elements != self.layout.total:
                 wrong = f"{header.elements} elements, and {self.layout.total} were expected"
-            elif header.weight != share:
-                wrong = f"a weight of {header.weight:g}, and {share:g} was expected"
+            elif header.share != share:
+                wrong = f"a weight of {header.share:g}, and {share:g} was expected"
             else:
                 continue
             raise Damaged(f"Round {t}: node {k} came with {wrong}. Restart all nodes from the last checkpoint.")
@@ -384,7 +386,7 @@ class Exchange:
         rows, judges = await self.transport.gather(mine), list(range(nodes))
         if self._ranks is not None:  # what one rank of a node saw, all of them act on
             ranks = self._ranks.transport
-            rows, judges = run(ranks.gather(rows)).flatten(0, 1), judges * ranks.nodes
+            rows, judges = blocking(ranks.gather(rows)).flatten(0, 1), judges * ranks.nodes
         by_judge = [[tuple(about) for about in judge] for judge in rows.tolist()]
         verdicts = merge_verdicts(
             received.t, list(received.participants.shares), by_judge, judges, tensor_and_buffer_names

@@ -21,7 +21,7 @@ from tailopt.rounds.guard import Bound
 
 PROTOCOL = 3  # of the exchange; nodes with another one cannot talk to each other
 
-_FLOATS = ("weight", "loss", "seconds")
+_FLOATS = ("share", "loss", "seconds")
 
 
 class Damaged(RuntimeError):
@@ -35,41 +35,41 @@ class Header(NamedTuple):
         round: the round that the node ends; -1 - round where it meets the others for a checkpoint.
         node: its number.
         elements: of its flat buffer.
-        contributes: 1 where its displacement counts; 0 where the node does not take part, or its contribution is lost.
-        weight: its share of the mean.
+        contributes: 1 where the node takes part, else 0. A participant with 0 counts as dropped.
+        share: of the mean.
         loss: of its local steps.
         steps: local steps that it took in this round.
         bound_digest: of how far it says it can have moved.
         trained_digest: a digest of which parameters it trains.
         may_be_last: 1 where it wants the new weights to be compared after this round: it may be the last.
         seconds: of its local steps.
-        sent: the digest of the weights that it sent to all nodes at the end of the round before, of its own partition.
-        finite: 0 where those weights are not finite.
+        sent_digest: of the weights that it sent to all nodes at the end of the round before, of its own partition.
+        sent_finite: 0 where those weights are not finite.
         checksums: of every partition of its displacement.
-        weights: digests of every partition of the weights with which it began the round, as it loaded them.
+        loaded_digests: of every partition of the weights with which it began the round, as it loaded them.
     """
 
     round: int
     node: int
     elements: int
     contributes: int = 0
-    weight: float = 0.0
+    share: float = 0.0
     loss: float = float("nan")
     steps: int = 0
     bound_digest: int = 0
     trained_digest: int = 0
     may_be_last: int = 0
     seconds: float = 0.0
-    sent: int = 0
-    finite: int = 1
+    sent_digest: int = 0
+    sent_finite: int = 1
     checksums: tuple[int, ...] = ()
-    weights: tuple[int, ...] = ()
+    loaded_digests: tuple[int, ...] = ()
 
     def packed(self, sequence: int) -> Tensor:
         """The header of an exchange as 64-bit words, the digest of the others last."""
         single: Any = self[: len(_WORDS)]
         words = [_bits(value) if name in _FLOATS else value for name, value in zip(_WORDS, single, strict=True)]
-        words += [*self.checksums, *self.weights]
+        words += [*self.checksums, *self.loaded_digests]
         return torch.tensor([*words, digest64(struct.pack(f"<{len(words)}q", *words), sequence)], dtype=torch.int64)
 
     @classmethod
@@ -81,14 +81,14 @@ class Header(NamedTuple):
         values: dict[str, Any] = dict(zip(_WORDS, single, strict=True))
         values |= {name: _float(values[name]) for name in _FLOATS}
         half = len(rest) // 2
-        return cls(**values, checksums=tuple(rest[:half]), weights=tuple(rest[half:]))
+        return cls(**values, checksums=tuple(rest[:half]), loaded_digests=tuple(rest[half:]))
 
 
 _WORDS = Header._fields[:-2]
 
 
 def barrier_header(header: Header, round: int, step: int) -> Header:
-    """The header with which a node meets the others that holds the weights of a round and some steps of the next."""
+    """The header that a node sends at a barrier, after so many rounds and so many local steps of the next."""
     return header._replace(round=-1 - round, steps=step)
 
 
@@ -101,7 +101,7 @@ def damaged(what: str, sender: int, receiver: int) -> Damaged:
 
 
 def digest64(data: bytes | memoryview, sequence: int = 0) -> int:
-    """A digest of bytes as a signed 64-bit word, another one in every exchange.
+    """A digest of bytes as a signed 64-bit word; the same bytes have another digest in every exchange.
 
     Examples:
         >>> digest64(b"a") == digest64(b"a"), digest64(b"a") == digest64(b"b")

@@ -98,13 +98,13 @@ class ProcessExit(Protocol):
         """End the process in EXIT_AFTER_S, even where the program catches the error."""
 
 
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
+def blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine of the protocol whose store, clock and messages block: it never suspends.
 
     Examples:
         >>> async def three() -> int:
         ...     return 3
-        >>> run(three())
+        >>> blocking(three())
         3
     """
     try:

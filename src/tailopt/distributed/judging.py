@@ -21,7 +21,7 @@ from tailopt.distributed.rank_shards import RankShards
 from tailopt.distributed.round_records import JudgingCriteria
 from tailopt.distributed.verdicts import Verdict, VerdictRow, verdict_row
 from tailopt.distributed.weight_sync import Pair
-from tailopt.rounds.block_norm import root
+from tailopt.rounds.block_norm import root_of_sum
 from tailopt.rounds.guard import BEYOND, SLACK, Bound, Exclusion, check_displacement, exceeded_norm
 from tailopt.rounds.participants import Participants
 
@@ -86,7 +86,7 @@ class Judge:
     def verdict(
         self, node: int, displacement: Displacement, received: ReceivedRound, tensor_and_buffer_names: Sequence[str]
     ) -> VerdictRow | None:
-        """What this partition of a node's displacement decides; a row has the number of a name."""
+        """What this partition of a node's displacement decides; the row has the index of a name."""
         if displacement.stated_checksum not in (None, displacement.stats.checksum):
             return verdict_row(Verdict.DAMAGED)
         if not received.criteria.guard:
@@ -133,7 +133,7 @@ class Judge:
             # also of a node that is excluded already: all nodes must take part in the same messages
             squares = await gather_sums_of_squares(rows[node])
             whole = limit.kind == "norm"
-            lengths = [root(squares)] if whole else [root([s]) for s in squares]
+            lengths = [root_of_sum(squares)] if whole else [root_of_sum([s]) for s in squares]
             limits = [limit] if whole else [limit.for_param(i) for i in range(len(lengths))]
             clearly_within = all(length <= float(b.constant) for length, b in zip(lengths, limits, strict=True))
             if node in verdicts or clearly_within:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tailopt.clipping.dtensor import by_ranks, is_dtensor
+from tailopt.clipping.dtensor import is_dtensor, positions_by_process_groups
 
 
 def local_tensor(p: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def node_group(mesh: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup
 
 def rank_group(nodes: dist.ProcessGroup | None, params: Sequence[Tensor]) -> dist.ProcessGroup | None:
     """Return the process group of this node's ranks, where its parameters are sharded over several."""
-    sharded_over = {groups for groups in by_ranks(params) if groups}
+    sharded_over = {groups for groups in positions_by_process_groups(params) if groups}
     if not sharded_over:
         return None
     if len(sharded_over) > 1 or len(next(iter(sharded_over))) > 1:

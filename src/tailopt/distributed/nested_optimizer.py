@@ -28,7 +28,7 @@ from tailopt.distributed.checkpointing import Resumed, all_excluded
 from tailopt.distributed.exchange import TrainedParametersDiffer
 from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.header import PROTOCOL
-from tailopt.distributed.interfaces import run as blocking
+from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.local_round import LocalRound
 from tailopt.distributed.mesh import local_tensor, node_group, rank_group
 from tailopt.distributed.node import Node
@@ -178,8 +178,7 @@ class NestedOptimizer(Optimizer):
         assert policy.local_steps is not None
         self.local_steps, self.rounds = policy.local_steps, policy.rounds
         inner = None if self._shared_hparams is None else self._shared_hparams.inner
-        can_be_excluded = policy.guard or policy.robust_mean is not None
-        keeps_state = policy.inner_state == "keep"
+        can_be_excluded, keeps_state = policy.guard or policy.robust_mean is not None, policy.inner_state == "keep"
         self._local_round = LocalRound(self.optimizer, node.params, inner, keeps_state, can_be_excluded)
         self._trained = TrainedParameters(self.optimizer, node.exchange.names, node.params)
         self._records = NodeRecords(options, node, self._local_round, policy.guard)
@@ -198,7 +197,7 @@ class NestedOptimizer(Optimizer):
             node.gather_second_moment()
         self._records.watch_inputs(model, in_the_middle)
         if in_the_middle:
-            self._records.watch_first_inputs()
+            self._records.watch_first_batch()
         else:
             self._await_own_round()
         self._records.started()
@@ -338,11 +337,12 @@ class NestedOptimizer(Optimizer):
         if not self.finished:
             self.node.begin_round()
             self._local_round.begin()
-            self._records.watch_first_inputs()
+            self._records.watch_first_batch()
 
     def _clear_round(self) -> None:
         states = None
         if self._send_preconditioner and self.node.round:
+            # raw: the algorithm turns off the correction of the second moment, so Adam counts its steps from 0
             states = self.node.preconditioned_states(0 if self._send_preconditioner == "raw" else self.node.round)
         self._local_round.clear(states)
 
@@ -354,7 +354,7 @@ class NestedOptimizer(Optimizer):
         t, local, policy = self.node.round + 1, self._local_round, self._policy
         if self._peers is not None:
             self._peers.report_position(t, local.steps)
-        self._records.compare_first_inputs(t)
+        self._records.warn_if_data_restart(t)
         bound = local.bound(t, self._records.steps_done[self.node.number]) if policy.guard else Bound(None)
         digest = self._trained.digest()
         statement = Statement(local.steps, bound, local.loss, local.seconds, digest, last or t == self.rounds)
@@ -376,7 +376,7 @@ class NestedOptimizer(Optimizer):
             self._records.steps_done[node] += steps
         if self.node.number in {e.node for e in settlement.excluded if e.reason != DROPPED}:
             self._local_round.undo()
-        row = settlement.history_row({}, {})
+        row = settlement.history_row(metrics={}, statistics={})
         self.history.append(row)
         self._note_diverged(row)
         self._warn_about(report)

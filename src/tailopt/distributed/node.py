@@ -11,7 +11,7 @@ from tailopt.clipping.dtensor import is_dtensor
 from tailopt.distributed import flat_kernels
 from tailopt.distributed.exchange import Exchange
 from tailopt.distributed.gloo import GlooTransport
-from tailopt.distributed.interfaces import run as blocking
+from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.mesh import local_tensor, rank_group
 from tailopt.distributed.round_records import ExchangeReport, JudgingCriteria, Statement
 from tailopt.distributed.weight_sync import AT_FAULT, other_weights
@@ -32,7 +32,7 @@ class Node:
         params: the parameters that are exchanged.
         buffers: the model's, or None where they stay local.
         exchange: with the other nodes.
-        x: the global weights, flat, in the arithmetic's type.
+        x: the global weights, flat, in the compute type.
         outer_state: the outer rule's state of this node's partition.
         average: of the rounds' weights, flat, or None.
         round: the number of completed rounds.
@@ -95,7 +95,7 @@ class Node:
         self.restart()
 
     def restart(self) -> None:
-        """Begin with global weights that no round has sent: node 0's, or those of a checkpoint."""
+        """Begin with global weights that no outer step made: node 0's, or those of a checkpoint."""
         self.load()
         self.exchange.restart(self.x)
 
@@ -196,8 +196,8 @@ class Node:
         blocking(self.exchange.share_verified(flat))
         self.second_moment = flat
 
-    def preconditioned_states(self, step: int) -> list[State]:
-        """Return the state of an inner Adam that starts with the outer second moment."""
+    def preconditioned_states(self, adam_step: int) -> list[State]:
+        """Return the state of an inner Adam that starts with the outer second moment, after so many steps of Adam."""
         assert self.second_moment is not None
         moments = self.exchange.layout.views(self.second_moment, self.exchange.shapes)
-        return [initial_adam_state(p, v, step) for p, v in zip(self.local_tensors(), moments, strict=True)]
+        return [initial_adam_state(p, v, adam_step) for p, v in zip(self.local_tensors(), moments, strict=True)]

@@ -90,7 +90,7 @@ class NodeRecords:
 
     @property
     def last_good(self) -> Callable[[], str]:
-        """What the last words say about checkpoints; it does not keep the folder of a lost optimizer open."""
+        """A function for the last words: where the run can go on from. It keeps no folder open."""
         if self._coordinator is None:
             return lambda: NO_RUN_FOLDER
         known = weakref.ref(self._coordinator)
@@ -137,12 +137,12 @@ class NodeRecords:
         """The user's program continues from here: `extra` can be called."""
         self._resumed_extra = None
 
-    def watch_first_inputs(self) -> None:
+    def watch_first_batch(self) -> None:
         """Look at the first inputs of the round that begins."""
         if self._inputs is not None:
             self._inputs.begin()
 
-    def compare_first_inputs(self, t: int) -> None:
+    def warn_if_data_restart(self, t: int) -> None:
         """Read what was looked at in round t, and warn where the data start again."""
         if self._inputs is not None:
             self._inputs.end(t)

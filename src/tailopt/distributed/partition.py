@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tailopt.clipping.dtensor import by_ranks, local_part
+from tailopt.clipping.dtensor import local_part, positions_by_process_groups
 from tailopt.distributed.layout import Layout, Segment
 from tailopt.rounds.block_norm import BLOCK
 from tailopt.rounds.guard import Bound
@@ -36,7 +36,7 @@ class Partition:
         self.range = layout.partition(node)
         self.segments = layout.segments(node)
         self.segment_ranges = [(s.start - self.range.start, s.count) for s in self.segments]
-        self.sharded = {i for groups, members in by_ranks(params).items() if groups for i in members}
+        self.sharded = {i for groups, members in positions_by_process_groups(params).items() if groups for i in members}
         # of every node: the tensor to which each block of its partition belongs
         self._blocks = [
             [s.tensor for s in layout.segments(k) for _ in range(-(-s.count // BLOCK))] for k in range(layout.nodes)
@@ -70,7 +70,7 @@ class Partition:
         return sums
 
     def hparams_by_segment(self, hparams: Hyperparameters) -> dict[str, Any]:
-        """Numbers with an entry for each parameter, as hparams with an entry for each segment."""
+        """Hyperparameters with a value for each parameter, converted to a value for each segment."""
         by_segment: dict[str, Any] = {}
         for key, value in hparams.items():
             if isinstance(value, list):
@@ -81,7 +81,7 @@ class Partition:
         return by_segment
 
     def bound_by_segment(self, limit: Bound) -> Bound:
-        """A bound by coordinate, with coefficients for each segment; norms need all partitions, and bound nothing."""
+        """A bound by coordinate, with coefficients for each segment; none for a norm, which needs all parts."""
         if limit.kind != "coordinate":
             return Bound(None)
         a, c = (self.hparams_by_segment({"value": value})["value"] for value in (limit.constant, limit.slope))

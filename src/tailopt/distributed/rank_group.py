@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tailopt.distributed.interfaces import run
+from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.transport import Transport
 
 TEXT_BYTES = 1000  # of a message between ranks
@@ -42,28 +42,30 @@ class RankGroup:
     inside: Transport | None = None
 
     @property
-    def ranks(self) -> int:
+    def ranks_per_node(self) -> int:
         """The number of ranks per node."""
         return 1 if self.inside is None else self.inside.nodes
 
     @property
     def number(self) -> int:
         """The number of this rank among all."""
-        return self.across.node * self.ranks + (0 if self.inside is None else self.inside.node)
+        return self.across.node * self.ranks_per_node + (0 if self.inside is None else self.inside.node)
 
     @property
     def count(self) -> int:
         """The number of ranks of all nodes."""
-        return self.across.nodes * self.ranks
+        return self.across.nodes * self.ranks_per_node
 
     def gather(self, mine: Tensor) -> Tensor:
         """Every rank's small tensor, stacked by number."""
-        rows = run(self.across.gather(mine))
-        return rows if self.inside is None else run(self.inside.gather(rows)).transpose(0, 1).flatten(0, 1)
+        rows = blocking(self.across.gather(mine))
+        return rows if self.inside is None else blocking(self.inside.gather(rows)).transpose(0, 1).flatten(0, 1)
 
     def name_of(self, number: int) -> str:
         """A rank in words."""
-        return f"node {number // self.ranks}" + (f", rank {number % self.ranks}" if self.ranks > 1 else "")
+        return f"node {number // self.ranks_per_node}" + (
+            f", rank {number % self.ranks_per_node}" if self.ranks_per_node > 1 else ""
+        )
 
     def failures(self, answers: Sequence[Answer]) -> str | None:
         """Which ranks failed, in words; None where none did."""

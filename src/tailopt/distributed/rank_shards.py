@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tailopt.distributed.interfaces import run
+from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.layout import Layout
 from tailopt.distributed.transport import Transport
 from tailopt.rounds.block_norm import sequential_sum
@@ -28,7 +28,7 @@ class RankShards:
 
     def __init__(self, transport: Transport, layout: Layout, sharded: set[int]) -> None:
         self.transport, self._sharded = transport, sharded
-        sizes = run(transport.gather(torch.tensor(layout.sizes, dtype=torch.int64)))
+        sizes = blocking(transport.gather(torch.tensor(layout.sizes, dtype=torch.int64)))
         self._layouts = [Layout(tuple(row), layout.nodes) for row in sizes.tolist()]
 
     def elements_before(self, tensor: int) -> int | None:
@@ -39,7 +39,7 @@ class RankShards:
 
     def sums(self, by_tensor: Sequence[float]) -> list[float]:
         """A sum for every tensor, over all ranks in rank order."""
-        rows = run(self.transport.gather(torch.tensor(by_tensor, dtype=torch.float64))).tolist()
+        rows = blocking(self.transport.gather(torch.tensor(by_tensor, dtype=torch.float64))).tolist()
         return [
             sequential_sum(column) if i in self._sharded else column[0]
             for i, column in enumerate(zip(*rows, strict=True))
@@ -49,7 +49,7 @@ class RankShards:
         """Every tensor of a flat buffer, as the parts of all ranks."""
         padded = flat.new_zeros(max(layout.total for layout in self._layouts))
         padded[: flat.numel()] = flat
-        ranks = list(zip(self._layouts, run(self.transport.gather(padded)), strict=True))
+        ranks = list(zip(self._layouts, blocking(self.transport.gather(padded)), strict=True))
         return [
             [
                 row[layout.offsets[i] : layout.offsets[i] + layout.sizes[i]]

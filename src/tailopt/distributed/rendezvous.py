@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tailopt.distributed.errors import Disagreement, NodeLost, first_line, named
-from tailopt.distributed.interfaces import Clock, Store, run
+from tailopt.distributed.interfaces import Clock, Store, blocking
 from tailopt.distributed.roll_call import GATHER_S, PAUSE_S, answered, find_absent, incarnation, roll_call
 from tailopt.distributed.threads import (
     CommThread,
@@ -69,8 +69,8 @@ def connect(timeout: float = 60.0, backend: str = "gloo", interface: str | None 
 
     comm = CommThread()
     try:
-        came = comm.start(lambda _: run(come()))
-        call, turn = run(answered(came, timeout + 2 * GATHER_S, store_owner(whole), rank))
+        came = comm.start(lambda _: blocking(come()))
+        call, turn = blocking(answered(came, timeout + 2 * GATHER_S, store_owner(whole), rank))
         comm.stop()
     except RuntimeError as error:
         if isinstance(error, NodeLost | Disagreement):
@@ -81,7 +81,7 @@ def connect(timeout: float = 60.0, backend: str = "gloo", interface: str | None 
     group_store = _DIST.PrefixStore(f"group {turn}", whole)
     why, cause = _init_group(group_store, rank, nodes, timeout, backend)
     if why:
-        run(_name_absent(call, clock, (rank, nodes), timeout, why, cause))
+        blocking(_name_absent(call, clock, (rank, nodes), timeout, why, cause))
 
 
 def _open_store(host: str, port: int, serves: bool, timeout: float, interface: str | None) -> Any:

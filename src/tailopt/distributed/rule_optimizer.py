@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tailopt.clipping.dtensor import by_ranks, is_dtensor, local_part, over_shards
+from tailopt.clipping.dtensor import is_dtensor, local_part, over_shards, positions_by_process_groups
 from tailopt.clipping.step_cache import StepCache
 from tailopt.distributed.mesh import local_tensor
 from tailopt.engines.model_state import as_real
-from tailopt.rounds.block_norm import root, sum_of_squares
+from tailopt.rounds.block_norm import root_of_sum, sum_of_squares
 from tailopt.rules.rule import Hyperparameters, Rule
 
 
@@ -76,6 +76,6 @@ def _local_entries(value: Any, params: Sequence[Tensor]) -> Any:
 def _norms(params: Sequence[Tensor], grads: Sequence[Tensor], per_tensor: bool) -> float | list[float]:
     """Return the norm of a gradient of which this rank has a shard, or the norm of each of its tensors."""
     sums = torch.tensor([sum_of_squares(g) for g in grads], dtype=torch.float64)
-    for groups, members in by_ranks(params).items():
+    for groups, members in positions_by_process_groups(params).items():
         sums[members] = over_shards(sums[members], groups, lambda shards: shards.sum(0))
-    return [root([s]) for s in sums.tolist()] if per_tensor else root(sums.tolist())
+    return [root_of_sum([s]) for s in sums.tolist()] if per_tensor else root_of_sum(sums.tolist())

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tailopt.distributed.node import Node
 
 
-class OtherNodes(Exception):
+class NodeCountDiffers(Exception):
     """The mid-round checkpoint was written by a different number of nodes."""
 
 
@@ -58,7 +58,7 @@ def tensor_places(node: Node) -> list[Place]:
     return places
 
 
-def shared_of(node: Node) -> tuple[dict[str, ElementRange], dict[str, Any]]:
+def shared_ranges_and_meta(node: Node) -> tuple[dict[str, ElementRange], dict[str, Any]]:
     """This node's partition of weights, outer state and average, and the plain rest of the outer state.
 
     A tensor of the outer state has an element for each weight, and is cut as they are; or it is a single number, the
@@ -142,14 +142,14 @@ def read(path: Path, node: Node) -> Snapshot:
     body = checkpoints.read_manifest(path)
     meta = decode(body["meta"])
     if body["step"] and meta["writers"] != transport.nodes:
-        raise OtherNodes(
+        raise NodeCountDiffers(
             f"it was written by {meta['writers']} nodes in the middle of a round, and there are {transport.nodes} now, "
             "which can only go on from the end of one"
         )
-    if (per_node := meta.get("ranks", 1)) != ranks.ranks:
+    if (per_node := meta.get("ranks", 1)) != ranks.ranks_per_node:
         raise ValueError(
-            f"The checkpoint was written by nodes of {_ranks(per_node)}, and there are {_ranks(ranks.ranks)} per node "
-            "now. Resume with the same."
+            f"The checkpoint was written by nodes of {_ranks(per_node)}, and there are "
+            f"{_ranks(ranks.ranks_per_node)} per node now. Resume with the same."
         )
     where = tensor_places(node)
     check_same_model(*_layouts(body, meta, node, where))

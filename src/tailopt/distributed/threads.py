@@ -30,7 +30,7 @@ import torch.distributed as dist
 from tailopt.distributed.agreement import FactExchange, agree
 from tailopt.distributed.errors import Disagreement, NodeLost, first_line
 from tailopt.distributed.heartbeat import DRAIN_S, Heartbeat
-from tailopt.distributed.interfaces import Event, run
+from tailopt.distributed.interfaces import Event, blocking
 from tailopt.distributed.last_words import block, on_sigterm, say
 from tailopt.distributed.membership import EXIT_AFTER_S, Membership, Timeouts
 from tailopt.distributed.roll_call import StoreOwner, answered, incarnation
@@ -240,8 +240,8 @@ class Peers:
             return ours.under(f"{prefix}/{turn}"), heartbeat
 
         try:
-            call = comm.start(lambda _: run(come()))
-            store, heartbeat = run(answered(call, self._timeout, store_owner(world), self.node))
+            call = comm.start(lambda _: blocking(come()))
+            store, heartbeat = blocking(answered(call, self._timeout, store_owner(world), self.node))
         except Disagreement:
             raise
         except RuntimeError as error:
@@ -276,7 +276,7 @@ class Peers:
 
     def check(self) -> None:
         """Raise `NodeLost` if a node is known to be gone: for local steps, between exchanges."""
-        run(self.membership.check())
+        blocking(self.membership.check())
 
     def start(self, function: Callable[[ThreadCall], Any]) -> ThreadCall:
         """Begin something that may block for ever, for `membership.watch`."""
@@ -294,8 +294,10 @@ class Peers:
         (torch, instruction set, threads) is an error where `exact`, else node 0 warns: a replay cannot have its bits.
         """
         exchange = FactExchange(self._store, _CLOCK, self.node, self.nodes, self._timeout)
-        agreed = agree(facts, exact, exchange, self.membership, lambda coroutine: self.start(lambda _: run(coroutine)))
-        self.environments, unlike = run(agreed)
+        agreed = agree(
+            facts, exact, exchange, self.membership, lambda coroutine: self.start(lambda _: blocking(coroutine))
+        )
+        self.environments, unlike = blocking(agreed)
         if unlike and self.node == 0:
             warnings.warn(
                 f"{unlike} The run is sound, but a replay on one machine cannot have its exact bits.", stacklevel=4
@@ -304,7 +306,7 @@ class Peers:
 
 def _beat(heartbeat: Heartbeat, world: Any) -> None:
     """Show signs of life. The world's store is an argument so that it lives as long: this process may serve it."""
-    run(heartbeat.beat())
+    blocking(heartbeat.beat())
 
 
 def this_process() -> tuple[str, str]:
@@ -383,7 +385,7 @@ def _explain_sigterm() -> str:
     member = _MEMBERS[-1]
     if member.heartbeat_ended(0.0):  # the run is over
         return ""
-    words = run(member.membership.explain_sigterm())
+    words = blocking(member.membership.explain_sigterm())
     member.heartbeat_ended(DRAIN_S)
     return words
 
@@ -394,7 +396,7 @@ def _on_exit() -> None:
     members = [member for member in _MEMBERS if member.pid == os.getpid()]
     error = getattr(sys, "last_value", None)  # set where the program ended with an exception
     for member in members:
-        run(member.membership.depart(error))
+        blocking(member.membership.depart(error))
     for member in members:
         member.heartbeat_ended(DRAIN_S)
     # a thread that comes back from C++ while the interpreter is being taken down would abort the process

@@ -147,7 +147,7 @@ def merge_verdicts(
 
 
 def _check(t: int, judge: int, about: int, row: VerdictRow, tensor_and_buffer_names: int) -> None:
-    """A verdict that means nothing names its sender: acting on it would exclude a node for no reason."""
+    """Raise if a verdict cannot be valid, and name its sender: acting on it would exclude a node for no reason."""
     code, tensor = row[0], row[1]
     known = code in tuple(Verdict)
     if known and (code not in _ABOUT_A_TENSOR or (tensor.is_integer() and 0 <= tensor < tensor_and_buffer_names)):

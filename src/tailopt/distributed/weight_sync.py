@@ -52,7 +52,7 @@ class WeightSync:
         self.loaded = tuple(flat_kernels.load(params, x, self._segments, self._layout.cuts))
 
     def restart(self, x: Tensor) -> None:
-        """Begin with weights from a checkpoint or from node 0, which their owners have not sent."""
+        """Begin with weights that no outer step made: node 0's, or those of a checkpoint."""
         part = x[self._layout.partition(self._node)]
         self.sent, self._differed_in = BufferStats(flat_kernels.checksum(part)), {}
 
@@ -67,7 +67,7 @@ class WeightSync:
         await self.share(transport, x)
 
     async def share_verified(self, transport: Transport, flat: Tensor) -> None:
-        """Share what no later header states: compared at once, and sent once more where it arrived differently."""
+        """Share a buffer whose digest no later header has: compared at once, sent again where it arrived changed."""
         sent = flat_kernels.checksum(flat[self._layout.partition(self._node)])
         differing: list[Pair] = []
         for _ in range(2):
@@ -99,7 +99,7 @@ class WeightSync:
     async def resend_differing(
         self, transport: Transport, round: int, headers: Sequence[Header], x: Tensor
     ) -> list[Pair]:
-        """Give nodes that loaded other weights of a round than were sent the right ones; returns the pairs.
+        """Send the right weights of a round to every node that loaded others; returns the pairs.
 
         Raises:
             Damaged: a pair differs in two rounds in a row, or no node has the weights that an owner sent.
@@ -120,16 +120,16 @@ class WeightSync:
             await transport.exchange(outgoing, incoming)
             for gap in self._layout.padding(owner):  # digests of what was loaded leave it out, and nothing checks it
                 x[gap].zero_()
-            if here in wrong and flat_kernels.checksum(part) != headers[owner].sent:
+            if here in wrong and flat_kernels.checksum(part) != headers[owner].sent_digest:
                 raise damaged("what was sent again of the weights", donor, here)
         if any(receiver == here for _, receiver in differing):
-            self.loaded = tuple(header.sent for header in headers)
+            self.loaded = tuple(header.sent_digest for header in headers)
         return differing
 
     def _differing(self, round: int, headers: Sequence[Header]) -> list[Pair]:
         """Where a receiver loaded other weights of a round than the owner sent."""
-        loaded = {k: header.weights for k, header in enumerate(headers)}
-        differing = pairs_that_differ([header.sent for header in headers], loaded)
+        loaded = {k: header.loaded_digests for k, header in enumerate(headers)}
+        differing = pairs_that_differ([header.sent_digest for header in headers], loaded)
         again = [pair for pair in differing if self._differed_in.get(pair) == round - 1]
         self._differed_in.update(dict.fromkeys(differing, round))
         if again:
@@ -142,7 +142,7 @@ class WeightSync:
 
 def check_finite(t: int, headers: Sequence[Header]) -> None:
     """Raise where an owner took an outer step to weights that are not finite: its own header states it."""
-    owners = [k for k, header in enumerate(headers) if not header.finite]
+    owners = [k for k, header in enumerate(headers) if not header.sent_finite]
     if owners:
         raise Damaged(
             f"Round {t} ended with weights that are not finite, in the partition of {named(owners)}. Lower the outer "

@@ -99,7 +99,7 @@ class Loop:
         restore(snapshot, state, self._engine)
         self._engine.check_repeatable()  # before anything is dropped
         checkpoints.rewind(run.path, state.round)
-        run.rewind(state.round, snapshot.stamp and snapshot.stamp.history)
+        run.rewind(state.round, snapshot.provenance and snapshot.provenance.history_chain)
         self.history = run.history()
         run.log(f"resumed after round {state.round}")
         if state.round >= self.rounds:
@@ -184,7 +184,7 @@ class Loop:
         """Save the last whole round of a run that an error ends, and log the error; returns the round that is saved."""
         if self._run is None or isinstance(error, LostLock):  # a lost lock: the folder belongs to another process
             return saved
-        # while a round is being finished the state is ahead of the history: the last checkpoint counts then
+        # while a round is being finished the state is ahead of the history: the last checkpoint stands then
         recorded = self.history[-1]["round"] if self.history else 0
         whole = state.round == recorded and not self._state_is_ahead
         if whole and state.round > saved and not isinstance(error, checkpoints.DamagedCheckpoint):

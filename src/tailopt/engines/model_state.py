@@ -1,7 +1,7 @@
 """A model's parameters and buffers, as a round loads and reads them.
 
 Where all parameters have one wide type, they become views of one flat tensor: loading the weights and forming the
-displacement are then one operation each, which small models notice.
+displacement are then one operation each, which saves much of a small model's round.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ModelState:
         self.buffers = Buffers(model)
 
     def global_state(self, average: bool) -> GlobalState:
-        """Return the state before the first round: copies of weights, in the arithmetic's type, and of buffers."""
+        """Return the state before the first round: copies of weights, in the compute type, and of buffers."""
         flat = self._flat
         if flat is None:
             weights = [w.to(compute_dtype(w.dtype), copy=True) for w in self.weights]
@@ -78,7 +78,7 @@ class ModelState:
     def take_displacement(self, state: GlobalState, start: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
         """Return the displacement from the start: a list of tensors, and one flat tensor if they share one storage.
 
-        It lies in the model's own memory where that has the arithmetic's type: load again before the next step.
+        Where the parameters have the compute type, it overwrites them: call `load` before the next step.
         """
         if self._flat is not None and state.flat is not None:
             return self.weights, self._flat.sub_(state.flat)

@@ -70,8 +70,8 @@ class Sequential:
         steps_done: local steps that every node has taken since the run began.
         inner_states: of every node that keeps one, on the CPU.
         diverged_states: weights and buffers of every node that continues from its own, on the CPU.
-        repeatability_probe: the first batch of the last finished round, as (node, round, taken, digest): the same
-            question must get the same answer when a run is resumed.
+        repeatability_probe: the first batch of the last finished round, as (node, round, taken, digest): a run
+            that is resumed asks for it again, and its digest must be the same.
     """
 
     def __init__(self, model: torch.nn.Module, training: LocalTraining) -> None:
@@ -162,6 +162,7 @@ class Sequential:
         if algorithm.inner_state == "keep" and node in self.inner_states:
             return [copied_to(s, self._device) for s in self.inner_states[node]]
         if algorithm.send_preconditioner and state.round:
+            # raw: the algorithm turns off the correction of the second moment, so Adam counts its steps from 0
             step = 0 if algorithm.send_preconditioner == "raw" else state.round
             moments = [
                 s.get("exp_avg_sq", torch.zeros_like(w)) for w, s in zip(weights, state.outer_state, strict=True)
@@ -220,7 +221,7 @@ class Sequential:
         The steps of every participant count. A node that the guard or a robust mean excluded keeps the inner state from
         before the round; one whose contribution was lost keeps its new one.
         """
-        # not before the round is finished: a user may repair the data of a round that failed
+        # only now: where a round fails on bad data, the user may repair them, and is asked for the repaired batch
         self.repeatability_probe = self._pending_probe
         for node, steps in result.settlement.steps.items():
             self.steps_done[node] += steps

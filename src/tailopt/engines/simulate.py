@@ -102,7 +102,7 @@ def simulate(
         batches: instead of data: (node, round, step, generator) -> batch, with `nodes`. Rounds count from 1, steps
             from 0.
         rounds: synchronisations, in all: a resumed run goes on to that number.
-        local_steps: of every node in every round; or `local_epochs`, then as many as the node's data take.
+        local_steps: of every node in every round; or give `local_epochs`, the passes over a node's data.
         weights: of the nodes in the mean: None for equal, "samples" for the sizes of their data, or a sequence.
         participation: the fraction of nodes in a round, or a function (round, generator) -> node numbers;
             `participants` is a count.
@@ -183,7 +183,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class _RunFolderOptions:
-    """Where a simulation is recorded: its run folder, and what the configuration there holds besides."""
+    """Where a simulation is recorded: its run folder, and further entries of its configuration."""
 
     folder: str | os.PathLike[str] | None
     resume: bool
@@ -291,7 +291,7 @@ def algorithm_config(algorithm: Algorithm) -> dict[str, Any]:
     return {
         "algorithm": algorithm.name,
         "settings": {key: storable(value) for key, value in algorithm.settings.items()},
-        # two classes of torch.optim may both have a momentum
+        # settings of two classes may share a name, so each side's are stored separately
         "numbers": None if named else {side: storable(algorithm.hparams(side)) for side in ("outer", "inner")},
         "send_preconditioner": algorithm.send_preconditioner,
     }

@@ -48,7 +48,7 @@ def save(run: Run, state: GlobalState, engine: Engine) -> Path:
         "taken": engine.steps_done,
         "probe": engine.repeatability_probe,
     }
-    return checkpoints.save(run.path, state.round, tensors, nodes, meta, permit=run.write_permit)
+    return checkpoints.save(run.path, state.round, tensors, nodes, meta, owner=run.checkpoint_owner)
 
 
 def check(run: Run, snapshot: checkpoints.Snapshot, path: Path) -> None:

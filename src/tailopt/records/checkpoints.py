@@ -39,7 +39,7 @@ from tailopt.records.checkpoint_folders import (
     rewind,
 )
 from tailopt.records.history import decode, encode, quoted_names
-from tailopt.records.ledger import Stamp
+from tailopt.records.ledger import Provenance
 from tailopt.records.manifest import (
     MALFORMED,
     MANIFEST,
@@ -67,7 +67,7 @@ __all__ = [
     "FOLDER",
     "MALFORMED",
     "MANIFEST",
-    "WritePermit",
+    "CheckpointOwner",
     "DamagedCheckpoint",
     "Snapshot",
     "damaged_checkpoint",
@@ -97,7 +97,7 @@ class Snapshot:
     tensors: dict[str, Tensor]
     nodes: dict[int, dict[str, Tensor]]
     meta: dict[str, Any]
-    stamp: Stamp | None = None  # to which run it belongs; None in checkpoints by older versions
+    provenance: Provenance | None = None  # to which run it belongs; None in checkpoints by older versions
 
 
 def _never_lost() -> None:
@@ -105,16 +105,16 @@ def _never_lost() -> None:
 
 
 @dataclass(frozen=True)
-class WritePermit:
-    """What a process needs to write a checkpoint into a run folder; `Run.write_permit` is that of a run.
+class CheckpointOwner:
+    """What a process needs to write a checkpoint into a run folder; `Run.checkpoint_owner` is that of a run.
 
     Args:
-        stamp: to which run, configuration and history the checkpoint belongs.
+        provenance: to which run, configuration and history the checkpoint belongs.
         check: raises if another process writes here now. It is called before the manifest is written and again before
             the folder gets its name.
     """
 
-    stamp: Stamp | None = None
+    provenance: Provenance | None = None
     check: Callable[[], None] = _never_lost
 
 
@@ -127,7 +127,7 @@ def save(
     step: int | None = None,
     *,
     parts: int = 1,
-    permit: WritePermit | None = None,
+    owner: CheckpointOwner | None = None,
 ) -> Path:
     """Write a checkpoint, in full or not at all, and return its folder.
 
@@ -142,7 +142,7 @@ def save(
         meta: plain values, as in a history; see `pack` for tuples, tensors and other keys.
         step: local steps done in the next round, 1 or more; None at the end of a round.
         parts: over how many files each shared tensor is spread.
-        permit: the run that the checkpoint belongs to.
+        owner: the run that the checkpoint belongs to.
 
     Examples:
         >>> import tempfile
@@ -153,7 +153,7 @@ def save(
         >>> load(path).nodes
         {3: {'steps': tensor(60)}}
     """
-    name, permit = folder_name(round, step), permit or WritePermit()
+    name, owner = folder_name(round, step), owner or CheckpointOwner()
     whole_number("parts", parts, low=1, hint="Leave it out for one file.")
     for node in nodes or {}:
         whole_number("node", node, low=0, hint="Number the nodes from 0.")
@@ -177,11 +177,11 @@ def save(
         # after all are written, so that the disk may order the writes as it likes
         for file in (*global_pieces, *map(node_file, local)):
             disk.sync(hidden / file)
-        permit.check()
+        owner.check()
         entries = tensor_entries(shared, global_pieces)
-        write_manifest(hidden, manifest_body((round, step), parts, permit.stamp, entries, node_entries, plain_meta))
+        write_manifest(hidden, manifest_body((round, step), parts, owner.provenance, entries, node_entries, plain_meta))
         disk.sync(hidden)
-        permit.check()
+        owner.check()
         commit_folder(hidden, path)
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)
@@ -225,14 +225,14 @@ def load(path: str | os.PathLike[str], wanted: Wanted | None = None) -> Snapshot
         raise
     except MALFORMED as error:
         raise malformed_manifest(folder, error) from error
-    stamp = None if body.get("run") is None else Stamp.from_json(body["run"])
+    provenance = None if body.get("run") is None else Provenance.from_json(body["run"])
     for file, (owner, pieces) in files.items():
         skip = {p.name for p in pieces if wanted is not None and not wanted(owner, p.name, p.start, p.stop)}
         if not pieces or len(skip) < len(pieces):
             read_file(folder / file, tensors[owner], pieces, skip)
     shared = tensors.pop(None)
     nodes = {node: its_tensors for node, its_tensors in tensors.items() if node is not None}
-    return Snapshot(body["round"], body["step"], shared, nodes, meta, stamp)
+    return Snapshot(body["round"], body["step"], shared, nodes, meta, provenance)
 
 
 def load_latest(

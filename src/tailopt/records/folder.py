@@ -37,15 +37,15 @@ from tailopt.records.identity import (
     Identity,
     accept_change,
     check_config,
-    check_stamp,
+    check_provenance,
     find_identity,
+    manifests_without_provenance,
     new_id,
     new_identity,
     repair_identity,
-    unstamped_manifests,
     write_identity,
 )
-from tailopt.records.ledger import Chain, Ledger, Stamp
+from tailopt.records.ledger import Chain, Ledger, Provenance
 from tailopt.records.lock import LOCK, Lock
 from tailopt.records.run_config import (
     CONFIG,
@@ -161,23 +161,23 @@ class Run:
     # Checkpoints
 
     @property
-    def stamp(self) -> Stamp:
+    def provenance(self) -> Provenance:
         """What a checkpoint records of this run and of the rows written so far."""
         if self.identity is None:
             self._give_identity()
         assert self.identity is not None
-        return Stamp(self.identity.id, self._config_digest, self.ledger.chain)
+        return Provenance(self.identity.id, self._config_digest, self.ledger.chain)
 
     @property
-    def write_permit(self) -> checkpoints.WritePermit:
+    def checkpoint_owner(self) -> checkpoints.CheckpointOwner:
         """What `checkpoints.save` needs to write a checkpoint of this run."""
-        return checkpoints.WritePermit(self.stamp, self.check_lock)
+        return checkpoints.CheckpointOwner(self.provenance, self.check_lock)
 
     def check_checkpoint(self, snapshot: checkpoints.Snapshot, path: Path) -> None:
         """Raise if a checkpoint is of another run, or if the history is not the one that precedes the checkpoint."""
         if self.identity is not None:
-            check_stamp(self.path, self.identity, path, snapshot.stamp)
-        self.ledger.check(snapshot.stamp and snapshot.stamp.history)
+            check_provenance(self.path, self.identity, path, snapshot.provenance)
+        self.ledger.check(snapshot.provenance and snapshot.provenance.history_chain)
 
     def require_no_rows(self) -> None:
         """Raise if rounds were recorded, for a run without checkpoints: only the user can decide to begin again."""
@@ -280,7 +280,7 @@ class Run:
         data = disk.read(self.path / CONFIG)
         rows = self.ledger.chain
         text = config_text(self.path / CONFIG, data)
-        self.identity = new_identity(text, new_id(), unstamped_manifests(self.path), rows)
+        self.identity = new_identity(text, new_id(), manifests_without_provenance(self.path), rows)
         write_identity(self.path, self.identity)
         self.ledger = Ledger(self.path / HISTORY, self.identity.id, rows)
         self.ledger.rewind(rows.round, rows)  # writes the seal

@@ -26,7 +26,7 @@ from uuid import uuid4
 
 from tailopt.records import checkpoints, disk, history
 from tailopt.records.checked_json import DamagedRecord, read_verified, stored_digest, with_digest
-from tailopt.records.ledger import Chain, Stamp
+from tailopt.records.ledger import Chain, Provenance
 from tailopt.records.run_config import (
     CONFIG,
     by_dotted_name,
@@ -158,30 +158,30 @@ def _read(folder: Path) -> Identity | None:
 
 
 def _recovered(folder: Path, config: bytes) -> Identity | None:
-    """Return what run.json said, according to the manifests; None if no sound manifest has a stamp."""
-    stamps = {path.name: stamp for path, stamp in _stamps(folder) if stamp is not None}
-    if not stamps:
+    """Return what run.json said, according to the manifests; None if no sound manifest has a provenance."""
+    known = {path.name: provenance for path, provenance in _provenances(folder) if provenance is not None}
+    if not known:
         return None
-    if len({stamp.run for stamp in stamps.values()}) > 1:
+    if len({provenance.run for provenance in known.values()}) > 1:
         raise DamagedRecord(
             f"{folder / RUN} is missing or damaged, and the checkpoints are of different runs: "
-            f"{', '.join(f'{name} of {stamp.run}' for name, stamp in stamps.items())}. Bring it back from a copy, or "
-            "remove the checkpoints of other runs."
+            f"{', '.join(f'{name} of {provenance.run}' for name, provenance in known.items())}. Bring it back from a "
+            "copy, or remove the checkpoints of other runs."
         )
-    newest = list(stamps.values())[-1]
+    newest = list(known.values())[-1]
     changes = accepted_changes(folder, newest.run)
     first = changes[0].old if changes else newest.config
     return Identity(newest.run, config.decode() if first == config_digest(config) else "", first)
 
 
-def _stamps(folder: Path) -> Iterator[tuple[Path, Stamp | None]]:
-    """Yield every checkpoint with a sound manifest and its stamp, oldest first."""
+def _provenances(folder: Path) -> Iterator[tuple[Path, Provenance | None]]:
+    """Yield every checkpoint with a sound manifest and its provenance, oldest first."""
     for path in checkpoints.list_checkpoints(folder):
         try:
             body = checkpoints.read_manifest(path)
         except (checkpoints.DamagedCheckpoint, ValueError):
             continue
-        yield path, None if body.get("run") is None else Stamp.from_json(body["run"])
+        yield path, None if body.get("run") is None else Provenance.from_json(body["run"])
 
 
 # Changes of config.toml
@@ -278,16 +278,16 @@ def _digest(data: bytes) -> str:
 # Checkpoints
 
 
-def check_stamp(folder: Path, identity: Identity, path: Path, stamp: Stamp | None) -> None:
+def check_provenance(folder: Path, identity: Identity, path: Path, provenance: Provenance | None) -> None:
     """Raise OtherRun if a checkpoint is of another run, or of settings that this run never had."""
-    if stamp is None:
+    if provenance is None:
         if stored_digest(path / checkpoints.MANIFEST) in identity.adopted:
             return
         why = f"it names no run, and was not there when {folder} became the run {identity.id}"
-    elif stamp.run != identity.id:
-        why = f"it is of the run {stamp.run}, and {folder} holds the run {identity.id}, by its {RUN}"
-    elif stamp.config not in {identity.config, *(change.new for change in accepted_changes(folder, identity.id))}:
-        why = f"it was written with another {CONFIG} (sha256 {stamp.config[:12]}…), which this run never had"
+    elif provenance.run != identity.id:
+        why = f"it is of the run {provenance.run}, and {folder} holds the run {identity.id}, by its {RUN}"
+    elif provenance.config not in {identity.config, *(change.new for change in accepted_changes(folder, identity.id))}:
+        why = f"it was written with another {CONFIG} (sha256 {provenance.config[:12]}…), which this run never had"
     else:
         return
     raise OtherRun(
@@ -296,6 +296,8 @@ def check_stamp(folder: Path, identity: Identity, path: Path, stamp: Stamp | Non
     )
 
 
-def unstamped_manifests(folder: Path) -> tuple[str, ...]:
+def manifests_without_provenance(folder: Path) -> tuple[str, ...]:
     """Return the digests of the manifests that name no run."""
-    return tuple(stored_digest(path / checkpoints.MANIFEST) for path, stamp in _stamps(folder) if stamp is None)
+    return tuple(
+        stored_digest(path / checkpoints.MANIFEST) for path, provenance in _provenances(folder) if provenance is None
+    )

@@ -58,19 +58,19 @@ class Chain(NamedTuple):
         return cls(rows, round, digest)
 
 
-class Stamp(NamedTuple):
+class Provenance(NamedTuple):
     """To which run, configuration and history a checkpoint belongs; part of its manifest."""
 
     run: str
     config: str  # sha256 of config.toml
-    history: Chain
+    history_chain: Chain
 
     @classmethod
-    def from_json(cls, value: Any) -> Stamp:
-        """Return the stamp that was stored as a list; ValueError if it is malformed."""
+    def from_json(cls, value: Any) -> Provenance:
+        """Return the provenance that was stored as a list; ValueError if it is malformed."""
         run, config, chain = value
         if type(run) is not str or type(config) is not str:
-            raise ValueError(f"{value!r} is not a stamp: need [run, config, chain]")
+            raise ValueError(f"{value!r} is no provenance: need [run, config, chain]")
         return cls(run, config, Chain.from_json(chain))
 
 

@@ -4,7 +4,7 @@ manifest.json is written last, and its first line is the digest of its other byt
 format. The other keys:
 
     format, round, step, meta
-    run       to which run, configuration and history the checkpoint belongs (`ledger.Stamp`); null or missing in
+    run       to which run, configuration and history the checkpoint belongs (`ledger.Provenance`); null or missing in
               manifests by older versions
     shards    how many files hold what all nodes share: global-00000-of-00002.safetensors, …
     tensors   what all nodes share: by name the dtype, the shape and the pieces
@@ -28,7 +28,7 @@ from tailopt.records import disk
 from tailopt.records.checked_json import read_verified, with_digest
 from tailopt.records.checkpoint_folders import folder_name, is_checkpoint_name
 from tailopt.records.history import quoted_names
-from tailopt.records.ledger import Stamp
+from tailopt.records.ledger import Provenance
 from tailopt.records.safetensors_io import DamagedCheckpoint, Piece, damaged_checkpoint, header, in_file_order
 from tailopt.records.tensor_bytes import dtype_from_name, dtype_name
 
@@ -88,7 +88,7 @@ def piece_entry(file: str, piece: Piece) -> dict[str, Any]:
 def manifest_body(
     moment: tuple[int, int | None],
     parts: int,
-    stamp: Stamp | None,
+    provenance: Provenance | None,
     tensors: Mapping[str, Any],
     nodes: Mapping[int, Any],
     meta: Any,
@@ -98,7 +98,7 @@ def manifest_body(
     Args:
         moment: completed rounds, and local steps of the next (None at the end of a round).
         parts: how many files hold what all nodes share.
-        stamp: to which run it belongs.
+        provenance: to which run it belongs.
         tensors: the entries of what all nodes share.
         nodes: by node, the entries of what it keeps to itself.
         meta: plain values, encoded.
@@ -109,7 +109,7 @@ def manifest_body(
         "round": round,
         "step": step,
         "shards": parts,
-        "run": stamp,
+        "run": provenance,
         "tensors": tensors,
         "nodes": {str(node): entries for node, entries in nodes.items()},
         "meta": meta,
@@ -180,8 +180,8 @@ def _check_numbers(folder: Path, body: Mapping[str, Any]) -> None:
         raise damaged_checkpoint(
             folder / missing, f"is missing; {parts} such files were written, and {existing} are there"
         )
-    if body.get("run") is not None and (stamp := Stamp.from_json(body["run"])).history.round > round:
-        raise ValueError(f"the history of {stamp.history.round} rounds after {round}")
+    if body.get("run") is not None and (provenance := Provenance.from_json(body["run"])).history_chain.round > round:
+        raise ValueError(f"the history of {provenance.history_chain.round} rounds after {round}")
 
 
 def plan(body: Mapping[str, Any]) -> tuple[dict[Owner, dict[str, TensorInfo]], dict[str, FileContents]]:

@@ -22,10 +22,10 @@ def norm(tensors: Iterable[Tensor]) -> float:
         >>> norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
         5.0
     """
-    return root(map(sum_of_squares, tensors))
+    return root_of_sum(map(sum_of_squares, tensors))
 
 
-def root(sums: Iterable[float]) -> float:
+def root_of_sum(sums: Iterable[float]) -> float:
     """Return the root of the total of sums of squares, added in their order; NaN stays NaN."""
     total = sequential_sum(sums)
     return math.sqrt(total) if total >= 0 else total
@@ -34,7 +34,7 @@ def root(sums: Iterable[float]) -> float:
 def sum_of_squares(x: Tensor) -> float:
     """Return the sum of squares of one tensor."""
     sums = ((block.double() ** 2).sum() for block in x.detach().reshape(-1).split(BLOCK) if block.numel())
-    if x.is_cpu:  # at once: small results kept between large temporaries would scatter those over the memory
+    if x.is_cpu:  # each at once: small tensors that live between large temporaries fragment the memory
         return sequential_sum(map(float, sums))
     by_block = list(sums)
     return sequential_sum(torch.stack(by_block).tolist()) if by_block else 0.0

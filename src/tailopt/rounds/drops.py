@@ -83,7 +83,7 @@ class Dropped(Exclusion):
         return f"node {self.node}: its contribution did not arrive"
 
 
-def only_drops(excluded: Iterable[Exclusion]) -> bool:
+def all_were_dropped(excluded: Iterable[Exclusion]) -> bool:
     """Return whether somebody is excluded, and everybody excluded only because the contribution did not arrive."""
     reasons = [e.reason for e in excluded]
     return bool(reasons) and all(reason == DROPPED for reason in reasons)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tailopt.native import library
-from tailopt.rounds.block_norm import BLOCK, norm, root, sequential_sum, sum_of_squares
+from tailopt.rounds.block_norm import BLOCK, norm, root_of_sum, sequential_sum, sum_of_squares
 from tailopt.rules.rule import Hyperparameters, Rule, product, value_for_param
 
 SLACK = 1e-3
@@ -74,7 +74,9 @@ def bound(rule: Rule, steps: Iterable[Hyperparameters]) -> Bound:
         kind, count, length = reach.kind, count + 1, reach.length
         decay = product(h["lr"], h["weight_decay"]) if h.get("weight_decay") else 0.0
         left = [abs(1 - k) for k in decay] if isinstance(decay, list) else abs(1 - decay)
-        if kind == "norm":  # one number for all tensors: the largest of this step, since the next may favour another
+        if (
+            kind == "norm"
+        ):  # one number for all tensors: the largest of each step, which may be another tensor's in the next
             decay, left, length = map(_largest, (decay, left, length))
         constant = _affine(left, constant, length)
         slope = _affine(left, slope, decay)
@@ -151,19 +153,25 @@ def _first_nonfinite(x: Tensor) -> float:
 def _beyond_coordinates(
     node: int, delta: Sequence[Tensor], start: Sequence[Tensor], names: Sequence[str], limit: Bound, tops: list[float]
 ) -> Exclusion | None:
-    a, c = ([value_for_param(value, i) for i in range(len(names))] for value in (limit.constant, limit.slope))
-    # a is the least that b can be, and nearly always the largest magnitude is within it: no second pass then
-    undecided = [i for i, top in enumerate(tops) if isinstance(a[i], Tensor) or not top <= a[i]]
+    constants, slopes = (
+        [value_for_param(value, i) for i in range(len(names))] for value in (limit.constant, limit.slope)
+    )
+    # the constant is the least that b can be, and nearly always the largest magnitude is within it: no second pass then
+    undecided = [i for i, top in enumerate(tops) if isinstance(constants[i], Tensor) or not top <= constants[i]]
     kernel = library.loaded()
     by_kernel: dict[int, tuple[int, float] | None] = {}
     if kernel is not None:
-        fast = [i for i in undecided if _kernel_takes(delta[i], start[i]) and not isinstance(a[i] + c[i], Tensor)]
+        fast = [
+            i
+            for i in undecided
+            if _kernel_takes(delta[i], start[i]) and not isinstance(constants[i] + slopes[i], Tensor)
+        ]
         pairs = [delta[i] for i in fast], [start[i] for i in fast]
-        coefficients = [a[i] for i in fast], [c[i] for i in fast]
+        coefficients = [constants[i] for i in fast], [slopes[i] for i in fast]
         worst_by_kernel = kernel.flat.beyond(*pairs, *coefficients, 1 + SLACK, limit.steps + 2)
         by_kernel.update(zip(fast, worst_by_kernel, strict=True))
     for i in undecided:
-        worst = by_kernel[i] if i in by_kernel else _farthest(delta[i], start[i], a[i], c[i], limit.steps)
+        worst = by_kernel[i] if i in by_kernel else _farthest(delta[i], start[i], constants[i], slopes[i], limit.steps)
         if worst is not None:
             at, most = worst
             value = float(delta[i].reshape(-1)[at])
@@ -219,7 +227,7 @@ def exceeded_norm(length: float, start: Sequence[Tensor], limit: Bound) -> float
     b = _largest(limit.constant) + (_largest(limit.slope) * norm(start) if _largest(limit.slope) else 0.0)
     if length <= b:
         return None
-    ulps = root(sequential_sum(_ulp_squares(x, b)) for x in start)
+    ulps = root_of_sum(sequential_sum(_ulp_squares(x, b)) for x in start)
     allowed = b * (1 + SLACK) + (limit.steps + 2) * ulps
     return allowed if length > allowed else None
 

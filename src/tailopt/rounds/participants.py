@@ -3,8 +3,8 @@
     uniform        k distinct nodes, each with its own weight
     proportional   k draws with replacement, by weight; a node drawn twice is one term with weight 2
 
-Drawn from a generator that is a function of (seed, round) alone. The second preserves the objective for any weights;
-the first does where they are equal.
+Drawn from a generator that is a function of (seed, round) alone. Proportional sampling keeps the
+expected objective for any weights, uniform sampling only for equal weights.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Sampling:
         return Participants(drawn, shares_of)
 
     def compared(self, nodes: int, rounds: int) -> int | dict[str, list[int]]:
-        """`count` as real nodes compare it: a function by whom it chooses in so many rounds."""
+        """Return the count; for a function, whom it chooses in so many rounds, which real nodes compare."""
         if not callable(self.count_or_chooser):
             return self.count_or_chooser
         return {f"round {t}": self._drawn(t, nodes) for t in range(1, rounds + 1)}
@@ -119,7 +119,7 @@ def checked_weights(weights: Sequence[float], nodes: int) -> tuple[float, ...]:
 
 
 def check_weight(weight: object, node: int) -> None:
-    """A number that one node can weigh."""
+    """Raise ValueError unless a node may have this weight."""
     if isinstance(weight, bool | str) or not isinstance(weight, SupportsFloat) or not 0 <= float(weight) < math.inf:
         raise ValueError(f"Invalid weights: {weight!r} for node {node}; need 0 <= weight < inf.")
 

@@ -34,8 +34,8 @@ class RoundPolicy:
         participation: a fraction of the nodes, or a function (round, generator) -> node numbers.
         participants: a count of nodes instead.
         sampling: "uniform" or "proportional".
-        drops: which contributions a simulation loses: a probability or a function; None on real nodes, which lose what
-            they lose.
+        drops: which contributions a simulation loses: a probability or a function; None on real nodes,
+            where no loss is simulated.
         on_drop: where a node continues whose contribution was lost: "sync" or "keep".
         projection: the radius of a ball that contains the weights after every round.
         average: whether the average of the rounds' weights is kept.

@@ -243,7 +243,7 @@ def resolve(aggregate: str | Aggregate, weights: Sequence[float] = (), sampling:
 
 
 def _wide(displacements: Displacements) -> list[list[Tensor]]:
-    """Return the displacements in the arithmetic's type; refuse shapes that differ."""
+    """Return the displacements in the compute type; refuse shapes that differ."""
     if not displacements:
         raise ValueError("Invalid displacements: there are none; need those of one node or more.")
     shapes = [[tuple(x.shape) for x in delta] for delta in displacements]

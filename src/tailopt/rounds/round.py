@@ -38,7 +38,7 @@ class GlobalState:
 
     Args:
         names: of the parameters that are trained.
-        weights: in the arithmetic's type (fp32 for bf16 and fp16).
+        weights: in the compute type (fp32 for bf16 and fp16).
         buffers: in their own types.
         outer_state: the outer rule's state, per parameter.
         average: of the rounds' weights, or None where it was not asked for.
@@ -70,7 +70,7 @@ class Contribution:
     Args:
         node: its number.
         start: the weights from which it started, in the parameters' own types.
-        delta: the displacement, in the arithmetic's type.
+        delta: the displacement, in the compute type.
         buffers: of the model, as the node left them.
         loss: the mean over its local steps.
         movement_bound: how far it can have moved.

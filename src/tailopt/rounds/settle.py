@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tailopt.rounds.drops import only_drops
+from tailopt.rounds.drops import all_were_dropped
 from tailopt.rounds.guard import Exclusion
 from tailopt.rounds.participants import Participants
 
@@ -113,7 +113,7 @@ def settle(
     left_out = {e.node for e in excluded}
     counted = {node: share for node, share in participants.shares.items() if node not in left_out}
     if not any(counted.values()):
-        if not only_drops(excluded):
+        if not all_were_dropped(excluded):
             raise EveryoneExcluded.of(round, excluded)
         counted = {}
     # exactly 1 where all counted: a rounded sum would change the bits of the mean

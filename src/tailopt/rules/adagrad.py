@@ -20,7 +20,7 @@ def _adagrad(
         if not state:
             state["sum"] = torch.zeros_like(p)
         state["sum"].addcmul_(g, g, value=1)
-        divide(p, g, state["sum"].sqrt(), value_for_param(hparams["lr"], i), hparams["eps"])
+        descend_by_quotient(p, g, state["sum"].sqrt(), value_for_param(hparams["lr"], i), hparams["eps"])
 
 
 def refuse_sparse(g: Tensor, name: str) -> None:
@@ -29,7 +29,7 @@ def refuse_sparse(g: Tensor, name: str) -> None:
         raise ValueError(f"{name} takes no sparse gradients. Use sgd, biclip or l2clip, or Embedding(sparse=False).")
 
 
-def divide(p: Tensor, numerator: Tensor, root: Tensor, lr: float | Tensor, eps: float | Tensor) -> None:
+def descend_by_quotient(p: Tensor, numerator: Tensor, root: Tensor, lr: float | Tensor, eps: float | Tensor) -> None:
     """p <- p - lr * numerator / (root + eps), where a root of 0 moves nothing; `root` is overwritten."""
     root.add_(eps)
     if not isinstance(eps, Tensor) and eps == 0:

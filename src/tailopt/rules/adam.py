@@ -4,8 +4,9 @@
     x <- x - lr * (m / c1) / (sqrt(v / c2) + eps)
 
 bias_correction True is torch's Adam: c = 1 - beta^step for both; False, the pseudocode of adaptive federated
-optimizers: c1 = c2 = 1; "first": c1 alone, for a second moment that is handed in as it is. AdamW first multiplies x by
-1 - lr * weight_decay. `biclip+adam` clips the gradient, then preconditions. torch.optim's operations in its order.
+optimizers: c1 = c2 = 1; "first": only m is corrected, for nodes that start from the outer v as it is. AdamW first
+multiplies x by 1 - lr * weight_decay. `biclip+adam` clips the gradient, then preconditions.
+The operations are torch.optim's, in its order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from tailopt.clipping.operators import biclip
 from tailopt.clipping.step_cache import StepCache
-from tailopt.rules.adagrad import divide, refuse_sparse
+from tailopt.rules.adagrad import descend_by_quotient, refuse_sparse
 from tailopt.rules.rule import (
     Hyperparameters,
     Rule,
@@ -52,7 +53,7 @@ def _adam(
             root.div_((1 - beta2 ** state["step"]) ** 0.5)
         if correction is not False:
             lr = lr / (1 - beta1 ** state["step"])
-        divide(p, m, root, lr, hparams["eps"])
+        descend_by_quotient(p, m, root, lr, hparams["eps"])
 
 
 def initial_adam_state(p: Tensor, second_moment: Tensor | None = None, step: int = 0) -> State:

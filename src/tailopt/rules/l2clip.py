@@ -60,6 +60,7 @@ def _biclip_l2(
 
 def _scaling_of_norm(norm: float, u: float, d: float, dtype: torch.dtype) -> ScaleToNorm:
     """The scaling of a vector whose norm is known; a norm that is not finite makes everything NaN."""
+    # norms are pairs (m, q) for m * sqrt(q): here m is the norm, and q is 1, or NaN where the norm is not finite
     return scaling(norm, norm * 0 + 1 if norm else 0.0, u, d, dtype)
 
 

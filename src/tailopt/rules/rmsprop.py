@@ -11,7 +11,7 @@ import math
 import torch
 
 from tailopt.clipping.step_cache import StepCache
-from tailopt.rules.adagrad import divide
+from tailopt.rules.adagrad import descend_by_quotient
 from tailopt.rules.rule import Hyperparameters, Rule, States, StepBound, Tensors, product, value_for_param
 
 
@@ -23,7 +23,7 @@ def _rmsprop(
         if not state:
             state["square_avg"] = torch.zeros_like(p)
         v = state["square_avg"].mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        divide(p, g, v.sqrt(), value_for_param(hparams["lr"], i), hparams["eps"])
+        descend_by_quotient(p, g, v.sqrt(), value_for_param(hparams["lr"], i), hparams["eps"])
 
 
 RMSPROP = Rule(

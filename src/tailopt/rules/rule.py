@@ -84,7 +84,7 @@ def value_for_param(value: Any, i: int) -> Any:
 
 
 def is_active(value: Number) -> bool:
-    """Whether an option such as momentum has an effect; a tensor counts as active, since reading it could wait."""
+    """Whether an option such as momentum has an effect; a tensor counts as active, without reading it."""
     return isinstance(value, Tensor) or value != 0
 
 
