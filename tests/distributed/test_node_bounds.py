@@ -14,6 +14,10 @@ from torch import Tensor, nn
 
 import tailopt
 from tailopt.distributed.gloo import GlooTransport
+from tailopt.distributed.header import Header, digest_of_bound
+from tailopt.distributed.interfaces import blocking
+from tailopt.distributed.node_bounds import CAP, Members, NodeBounds, agreed_bounds, cap, encoded, stated_bounds
+from tailopt.rounds.guard import Bound
 from tests.distributed import forked
 
 pytest.importorskip("resource", reason="processes are forked")
@@ -55,12 +59,14 @@ def trained(
     diverging: int | None = None,
     verdict: list[float] | None = None,
     participants: int | None = None,
-    schedule: bool = False,
+    l2clip: bool = False,
 ) -> dict[str, Any]:
     """Five rounds with an inner optimizer of the user's own, whose learning rate may differ by node."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 300), nn.Tanh(), nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 1))
-    inner = tailopt.BiClip(net.parameters(), lr=lrs[0], u=1.0, d=0.9)
+    inner: Any = tailopt.BiClip(net.parameters(), lr=lrs[0], u=1.0, d=0.9)
+    if l2clip:
+        inner = tailopt.L2Clip(net.parameters(), lr=lrs[0], u=1.0)
     outer: Any = ("avg", {})
     if diverging is not None:
         Diverging.breaks = rank == diverging
@@ -116,6 +122,16 @@ def test_nodes_that_do_not_take_part_judge_by_what_the_others_state(server: fork
     """They have no bound of their own, and still own a partition."""
     for end in server.run(f"{HERE}:trained", 3, lrs=[1e-3, 1e-3, 1e-3], participants=2):
         assert end.value["excluded"] == [[]] * 5 and end.value["warned"] == []
+
+
+@pytest.mark.parametrize(("lrs", "participants"), [([1e-2] * 3, 2), ([1e-2, 1e-2, 1e-3], None)])
+def test_stated_bounds_on_a_norm(server: forked.Server, lrs: list[float], participants: int | None) -> None:
+    """They are gathered where a node does not take part, and where rates differ: one number for all tensors."""
+    ends = server.run(f"{HERE}:trained", 3, lrs=lrs, participants=participants, l2clip=True)
+    assert [end.status for end in ends] == [0] * 3, [end.said for end in ends]
+    for end in ends:
+        assert end.value["excluded"] == [[]] * 5
+        assert end.value["weights"] == ends[0].value["weights"]
 
 
 def test_a_verdict_that_means_nothing_names_its_sender(server: forked.Server) -> None:
@@ -199,13 +215,50 @@ def test_the_last_bit_of_a_schedule_is_no_other_setting(server: forked.Server) -
 # ---- the arithmetic of it ----
 
 
+def bounds_at(node: int, lengths: list[float], diverged: tuple[int, ...]) -> NodeBounds:
+    """What a node of a round judges by, where every node states its own bound."""
+    stated = [Bound("coordinate", length, 0.0, 1) for length in lengths]
+    digests = [digest_of_bound(bound) for bound in stated]
+    headers = [Header(1, k, 4, steps=1, bound_digest=digest) for k, digest in enumerate(digests)]
+
+    async def gather(mine: Tensor) -> Tensor:
+        return torch.tensor([encoded(bound, 1) for bound in stated], dtype=mine.dtype)
+
+    members = Members(1, headers, range(len(lengths)), diverged)
+    return blocking(stated_bounds(members, stated[node], ["w"], gather))
+
+
+def test_a_diverged_node_judges_by_what_the_others_state() -> None:
+    """By its own, lower bound it would exclude nodes that all others count."""
+    each = [bounds_at(node, [0.5, 0.5, 0.05], diverged=(2,)).by_node for node in range(3)]
+    assert each[2] == each[0] == each[1]
+    assert each[2][0].constant == [0.5] and each[2][2].kind is None
+
+
+@pytest.mark.parametrize("steps", [1 << 62, -1])
+def test_steps_that_nobody_takes_are_not_worked_through(steps: int) -> None:
+    """A flipped bit in a header would otherwise make every node add up a bound for ever."""
+    asked = []
+
+    def expected(node: int, steps: int) -> Bound:
+        asked.append(steps)
+        return Bound("coordinate", 0.1 * steps, 0.0, steps)
+
+    async def gather(mine: Tensor) -> Tensor:
+        return mine.expand(2, -1)
+
+    digest = digest_of_bound(Bound("coordinate", 0.5, 0.0, 5))
+    headers = [Header(1, 0, 4, steps=5, bound_digest=digest), Header(1, 1, 4, steps=steps, bound_digest=digest)]
+    members = Members(1, headers, range(2), most_steps=5)
+    blocking(agreed_bounds(members, expected, Bound("coordinate", 0.5, 0.0, 5), 1, gather))
+    assert asked == [5, 0]
+
+
 @given(
     st.lists(st.tuples(st.floats(0, 1e3), st.integers(1, 50)), min_size=1, max_size=7),
 )
 def test_a_majority_is_never_capped_below_its_own_statement(stated: list[tuple[float, int]]) -> None:
     """The cap is ten times the lower median: at least half of the nodes are below it by themselves."""
-    from tailopt.distributed.node_bounds import CAP, cap
-
     rows = {i: [1.0, a * steps, 0.0] for i, (a, steps) in enumerate(stated)}
     capped, medians = cap(rows, {i: steps for i, (_, steps) in enumerate(stated)})
     kept = [i for i, (a, steps) in enumerate(stated) if capped[i].constant[0] >= 0.999999 * a * steps]

@@ -182,7 +182,8 @@ class Exchange:
             by_row = {id(self.received[i]): length for i, length in lengths.items()}
             rows = [[self.received[i]] for i in sound]
             excluded += criteria.robust_mean.outliers(rows, sound, lambda delta: by_row[id(delta[0])])
-        steps = {node: _plausible_steps(headers[node].steps, criteria.most_steps) for node in shares}
+        members = Members(received.t, headers, shares, most_steps=criteria.most_steps)
+        steps = {node: members.plausible_steps(node) for node in shares}
         losses = {node: header.loss for node, header in enumerate(headers)}
         return settle(received.t, received.participants, steps, excluded, losses)
 
@@ -360,7 +361,8 @@ class Exchange:
         criteria: JudgingCriteria,
     ) -> NodeBounds:
         """How far each participant can have moved."""
-        members, gather = Members(t, headers, participants.shares, criteria.diverged), self.transport.gather
+        members = Members(t, headers, participants.shares, criteria.diverged, criteria.most_steps)
+        gather = self.transport.gather
         if criteria.expected_bound is None:
             return await stated_bounds(members, statement.bound, self.names, gather)
         return await agreed_bounds(members, criteria.expected_bound, statement.bound, len(self.names), gather)
@@ -394,8 +396,3 @@ class Exchange:
         if received.criteria.guard:
             await self._judge.judge_norms(self.received, self.gather_sums_of_squares, received, verdicts)
         return verdicts
-
-
-def _plausible_steps(steps: int, most: float) -> int:
-    """Local steps as a header states them, if they can be true; the node is left out otherwise."""
-    return steps if 0 <= steps <= most else 0

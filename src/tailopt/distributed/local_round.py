@@ -78,6 +78,7 @@ class LocalRound:
     def clear(self, initial_states: Sequence[State] | None) -> None:
         """Forget the steps of the last round; a state that is not kept begins empty, or with `initial_states`."""
         self._hparams_of_steps = []
+        self.loss = math.nan
         self._began = time.perf_counter()
         if self._keeps_state:
             return
@@ -132,7 +133,8 @@ class LocalRound:
             # an entry for every parameter that is exchanged, also for one that was frozen since
             hparams[name] = [by_param.get(id(p), values[0]) for p in self._params]
         hparams["bias_correction"] = True  # last: a checkpoint in the middle of a round keeps this order
-        return hparams
+        # copies: torch's schedulers change a tensor learning rate in place
+        return {name: _copied(value) for name, value in hparams.items()}
 
     # what a checkpoint holds of it
 
@@ -154,3 +156,9 @@ class LocalRound:
         if in_the_middle:
             self._state_before = saved.get("inner_before")
             self._hparams_of_steps = run_length_decode(saved["done"])
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return [_copied(entry) for entry in value] if isinstance(value, list) else value

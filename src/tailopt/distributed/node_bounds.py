@@ -46,17 +46,24 @@ class Members:
         headers: of all nodes.
         participants: the nodes that take part.
         diverged: participants that continue from weights of their own: nothing bounds their displacement.
+        most_steps: local steps that a node may take in a round.
     """
 
     t: int
     headers: Sequence[Header]
     participants: Collection[int]
     diverged: Collection[int] = ()
+    most_steps: float = math.inf
 
     @property
     def bounded(self) -> list[int]:
         """The participants whose displacement has a bound."""
         return [node for node in self.participants if node not in self.diverged]
+
+    def plausible_steps(self, node: int) -> int:
+        """Local steps as a header states them; 0 where they cannot be true: the guard then leaves the node out."""
+        steps = self.headers[node].steps
+        return steps if 0 <= steps <= self.most_steps else 0
 
 
 async def agreed_bounds(
@@ -78,7 +85,7 @@ async def agreed_bounds(
     headers, bounded = members.headers, members.bounded
     warnings_by_node = _step_warnings(members)
     by_node = {
-        node: Bound(None) if node in members.diverged else expected_bound(node, headers[node].steps)
+        node: Bound(None) if node in members.diverged else expected_bound(node, members.plausible_steps(node))
         for node in members.participants
     }
     digests = {id(bound): digest_of_bound(bound) for bound in by_node.values()}  # most nodes share one
@@ -113,8 +120,8 @@ async def stated_bounds(
     headers, bounded, participants = members.headers, members.bounded, members.participants
     warnings_by_node = _step_warnings(members)
     digests = {headers[node].bound_digest for node in bounded}
-    # a node that does not take part has no bound of its own to judge the others by, so it needs to hear theirs
-    if len(digests) <= 1 and len(participants) == len(headers):
+    # a node that does not take part, or is diverged, may have another bound than the others: it needs to hear theirs
+    if len({headers[node].bound_digest for node in participants}) <= 1 and len(participants) == len(headers):
         return NodeBounds(
             {node: Bound(None) if node in members.diverged else this_bound for node in participants},
             warnings_by_node=warnings_by_node,
@@ -163,9 +170,12 @@ def cap(rows: Mapping[int, Sequence[float]], steps: Mapping[int, int]) -> tuple[
     capped = {}
     for node, values in per_step.items():
         least = [min(value, CAP * median) * steps[node] for value, median in zip(values, medians, strict=True)]
-        a, c = least[:tensors], least[tensors:]
-        whole = any(math.isinf(value) for value in least)
-        capped[node] = Bound(None) if whole else Bound(_KINDS[kind], a, c, steps[node])
+        constants: Any = least[:tensors]
+        slopes: Any = least[tensors:]
+        if _KINDS[kind] == "norm":  # one number for all tensors, as the nodes stated it
+            constants, slopes = max(constants), max(slopes)
+        unbounded = any(math.isinf(value) for value in least)
+        capped[node] = Bound(None) if unbounded else Bound(_KINDS[kind], constants, slopes, steps[node])
     return capped, medians
 
 
