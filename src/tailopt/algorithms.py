@@ -205,7 +205,10 @@ def hparams_of(optimizer: str | type[Optimizer], settings: Mapping[str, Any], si
     public = PUBLIC_NAMES[side] if isinstance(optimizer, str) else {}
     defaults = dict(rule.defaults) if public else {}
     names = {key: public.get(key, key) for key in _keys(rule)}
-    return {**defaults, **{key: settings[name] for key, name in names.items() if name in settings}}
+    values = {key: settings[name] for key, name in names.items() if name in settings}
+    if isinstance(values.get("betas"), list):  # elsewhere a list has a value for each parameter
+        values["betas"] = tuple(values["betas"])
+    return {**defaults, **values}
 
 
 def check_side(optimizer: str | type[Optimizer], settings: Mapping[str, Any], side: str, what: str) -> None:

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
+Modes = list[tuple[torch.nn.Module, bool]]
+
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
@@ -26,14 +28,24 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
         >>> [module.training for module in model]
         [True, False]
     """
-    modes = [(module, module.training) for module in model.modules()]
+    modes = modes_of(model)
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for module, training in modes:  # parents come before their children
-            if module.training != training:
-                module.train(training)  # a call, not an assignment: some modules do more when their mode changes
-        for module, training in modes:  # a module with two parents was set again by the second of them
-            module.training = training
+        restore_modes(modes)
+
+
+def modes_of(model: torch.nn.Module) -> Modes:
+    """Return every module and its mode, parents before their children."""
+    return [(module, module.training) for module in model.modules()]
+
+
+def restore_modes(modes: Modes) -> None:
+    """Give every module the mode that it had when `modes_of` was called."""
+    for module, training in modes:
+        if module.training != training:
+            module.train(training)  # a call, not an assignment: some modules do more when their mode changes
+    for module, training in modes:  # a module with two parents was set again by the second of them
+        module.training = training

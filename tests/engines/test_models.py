@@ -114,7 +114,37 @@ def test_integer_buffers_take_the_maximum_and_others_the_mean() -> None:
     torch.testing.assert_close(model.wave, torch.full((2,), mean * (1 + 1j)))
 
 
+@pytest.mark.parametrize("weights", [[1.0] * 3, [0.0, 1.0, 1.0]])
+def test_a_buffer_that_no_node_changes_keeps_its_bits(weights: list[float]) -> None:
+    """The mean of equal numbers rounds, and a share of 0 makes NaN of an infinite mask."""
+    model = seeded(lambda: nn.Linear(3, 1))
+    model.register_buffer("mask", torch.tensor([0.1, float("-inf"), 1.0]))
+    result = simulate(model, weights=weights, rounds=10)
+    assert torch.equal(result.model.mask, model.mask)
+    assert all(row["excluded"] == [] for row in result.history)
+
+
 # Which parameters move
+
+
+def test_a_parameter_without_elements_beside_a_vector() -> None:
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.nothing = nn.Parameter(torch.ones(3)), nn.Parameter(torch.empty(0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = (x * self.scale).sum(-1) * 2 + self.nothing.sum()
+            return found
+
+    assert not torch.equal(simulate(Empty()).model.scale, torch.ones(3))
+
+
+def test_betas_as_a_list_are_no_values_for_each_parameter() -> None:
+    pairs = [[0.9, 0.999], (0.9, 0.999)]
+    one, other = (tailopt.algorithm("avg-adam", ilr=0.1, ieps=1e-8, inner_betas=betas) for betas in pairs)
+    model = seeded(Sometimes)
+    assert_same(simulate(model, one).model, simulate(model, other).model, rtol=0, atol=0)
 
 
 def test_frozen_parameters_stay_and_are_not_in_the_state(tmp_path: Path) -> None:
@@ -418,6 +448,38 @@ def test_statistics_with_thresholds_of_their_own() -> None:
     )
     rows = simulate(model, by_column, statistics=True).history
     assert rows[0]["statistics"]["weight"]["elements"] == 3 * NODES * STEPS
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "counted"),
+    [
+        (tailopt.algorithm("avg-biclip", ilr=0.0, i_u=1.0, i_d=0.9, dead_zone=0.8), (0.8, 0.9, 1.0)),
+        (tailopt.algorithm("avg-sign", ilr=0.0), (0.0, 1.0, 1.0)),
+        (tailopt.algorithm("avg-l2clip", ilr=0.0, i_u=0.1), (0.0, 0.0, float("inf"))),
+    ],
+    ids=["biclip", "sign", "l2clip"],
+)
+def test_statistics_count_by_what_the_rule_clips_at(
+    algorithm: tailopt.Algorithm, counted: tuple[float, float, float]
+) -> None:
+    """l2clip compares a norm with u, so no coordinate of its gradients is above it."""
+    model = seeded(lambda: nn.Linear(3, 1))
+    row = simulate(model, algorithm, rounds=1, statistics=True).history[0]["statistics"]["weight"]
+    grads = []
+    for i in range(NODES):
+        for step in range(STEPS):
+            model.zero_grad()
+            squares(model, fixed(i, 1, step, torch.Generator())).backward()
+            grads.append(model.weight.grad.clone())
+    a, (zone, d, u) = torch.stack(grads).abs(), counted
+    assert row["zero"] == int((a <= zone).sum())
+    assert row["below"] == int(((a > zone) & (a < d)).sum()) and row["above"] == int((a > u).sum())
+    assert counted[0] == 0 or row["zero"] > 0
+
+
+def test_statistics_of_a_round_that_was_lost() -> None:
+    rows = simulate(seeded(lambda: nn.Linear(3, 1)), BICLIP, drops=1.0, statistics=True).history
+    assert [row["statistics"]["weight"]["elements"] for row in rows] == [0] * ROUNDS
 
 
 def test_data_sets_of_dictionaries_and_of_nothing_but_numbers(tmp_path: Path) -> None:

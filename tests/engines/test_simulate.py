@@ -416,3 +416,24 @@ def test_progress_is_told_without_a_terminal(
     assert "4 nodes" in lines[0] and "loss " in lines[0] and "s left" in lines[0]
     simulate(progress=False)
     assert capsys.readouterr().err == ""
+
+
+def test_warnings_point_at_the_call() -> None:
+    """Not into the library: Python then shows the user's own line, and once for each."""
+
+    def broken(model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = model(torch.ones(1, 3)).sum()
+        return loss * (float("nan") if batch == 0 else 1.0)
+
+    with pytest.warns(UserWarning, match="Round 1 goes on without node 0") as caught:
+        tailopt.simulate(
+            nn.Linear(3, 1),
+            tailopt.algorithm("avg-sgd", ilr=0.1),
+            loss=broken,
+            batches=lambda node, round, step, generator: node,
+            nodes=3,
+            rounds=1,
+            local_steps=1,
+            progress=False,
+        )
+    assert caught[0].filename == __file__

@@ -165,7 +165,7 @@ class Exchange:
         if not settlement.counted_shares:
             return report, dict(buffers_before)
         self._form_or_defer_mean(settlement, criteria.robust_mean)
-        into = BufferMean() if criteria.robust_mean is None else BufferMean.median()
+        into = (BufferMean if criteria.robust_mean is None else BufferMean.median)(buffers_before)
         return report, mean_buffers(into, all_buffers, settlement.counted_shares, settlement.total_share, buffers)
 
     def _settle(

@@ -104,7 +104,7 @@ class Loop:
         run.log(f"resumed after round {state.round}")
         if state.round >= self.rounds:
             warnings.warn(
-                f"The run has {state.round} rounds already; nothing is left to do.", UserWarning, stacklevel=3
+                f"The run has {state.round} rounds already; nothing is left to do.", UserWarning, stacklevel=4
             )
 
     def go(self, state: GlobalState) -> None:
@@ -167,7 +167,7 @@ class Loop:
         return result.settlement.history_row(metrics, statistics)
 
     def _warn(self, text: str) -> None:
-        warnings.warn(text, UserWarning, stacklevel=5)
+        warnings.warn(text, UserWarning, stacklevel=6)
         if self._run is not None:
             self._run.log(text)
 

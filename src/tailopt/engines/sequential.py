@@ -25,12 +25,13 @@ from tailopt.clipping.step_cache import StepCache
 from tailopt.engines.batches import BatchSource, LossFunction, batch_digest, to_device
 from tailopt.engines.model_state import ModelState, as_real
 from tailopt.evaluation import evaluating
+from tailopt.rounds.block_norm import sequential_sum
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.hyperparameters import RuleHyperparameters
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.round import Contribution, DivergedState, GlobalState, RoundResult
 from tailopt.rules.adam import initial_adam_state
-from tailopt.rules.rule import Hyperparameters, State, value_for_param
+from tailopt.rules.rule import Hyperparameters, State
 from tailopt.seeds import derive_seed, step_seed
 
 PRECISIONS = {None: None, "fp32": None, "bf16": torch.bfloat16}
@@ -196,17 +197,13 @@ class Sequential:
         moving = range(len(params)) if all_move else [i for i, p in enumerate(params) if p.grad is not None]
         if any(map(Tensor.is_complex, grads)):
             grads = [as_real(g) for g in grads]
-        if recorder is not None:
-            for i, g in zip(moving, grads, strict=True):
-                u, d, zone = (
-                    value_for_param(hparams.get("u", float("inf")), i),
-                    value_for_param(hparams.get("d", 0.0), i),
-                    0.0,
-                )
-                count_in_torch(g.coalesce() if g.is_sparse else g, i, (u, d, zone), recorder.counters(g.device))
         if not all_move:  # a parameter that the loss did not reach keeps its value and its state
             hparams = {k: [v[i] for i in moving] if isinstance(v, list) else v for k, v in hparams.items()}
             weights, states = [weights[i] for i in moving], [states[i] for i in moving]
+        if recorder is not None:
+            thresholds = self._training.hparams.rule.thresholds(weights, grads, hparams)
+            for i, g, of_tensor in zip(moving, grads, thresholds, strict=True):
+                count_in_torch(g.coalesce() if g.is_sparse else g, i, of_tensor, recorder.counters(g.device))
         if weights:
             self._training.hparams.rule.step(weights, grads, states, hparams, self._step_cache)
 
@@ -267,7 +264,8 @@ class Sequential:
 
     def statistics_row(self, result: RoundResult, names: Sequence[str]) -> dict[str, Any]:
         """Return the gradient statistics of a round, by tensor, for the history."""
-        total = [sum(parts, Counts()) for parts in zip(*result.statistics, strict=True)]
+        # nothing was counted where every contribution was lost
+        total = [sum(parts, Counts()) for parts in zip(*result.statistics, strict=True)] or [Counts()] * len(names)
         fields = ("elements", "zero", "below", "above", "nonfinite", "squares", "largest")
         return {name: {f: getattr(c, f) for f in fields} for name, c in zip(names, total, strict=True)}
 
@@ -276,7 +274,9 @@ def seed_torch(value: int, device: torch.device) -> None:
     """Seed torch's global generator of the CPU, and of the device."""
     torch.default_generator.manual_seed(value)
     if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(value)
+        module = torch.get_device_module(device)
+        with module.device(device):  # it may be another one than the current device
+            module.manual_seed(value)
 
 
 def seed_python_and_numpy(value: int) -> None:
@@ -286,21 +286,25 @@ def seed_python_and_numpy(value: int) -> None:
         sys.modules["numpy"].random.seed(value % 2**32)
 
 
+# What torch.optim's classes keep on the CPU; every other tensor of a state is where the parameter is.
+COUNTERS = frozenset({"step", "mu_product"})
+
+
 def copied_to(state: State, device: torch.device | str) -> State:
     """Copy a parameter's state to a device; counters stay on the CPU, where torch's optimizers want them."""
 
-    def copied(value: Any) -> Any:
+    def copied(key: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.detach().to(device if value.dim() else "cpu", copy=True)
+        return value.detach().to("cpu" if key in COUNTERS else device, copy=True)
 
-    return {key: copied(value) for key, value in state.items()}
+    return {key: copied(key, value) for key, value in state.items()}
 
 
 def _mean(losses: Sequence[Tensor]) -> float:
     """Add the losses in float64, one after another; a device is waited for once."""
     values = [x.item() for x in losses] if losses[0].is_cpu else torch.stack(list(losses)).tolist()
-    return sum(values) / len(values)
+    return sequential_sum(values) / len(values)
 
 
 def _with_location(error: Exception, node: int, t: int, step: int) -> Exception:

@@ -20,6 +20,7 @@ from tailopt.engines.engine import Evaluate
 from tailopt.engines.loop import Loop, Reporting
 from tailopt.engines.model_state import ModelState, trainable
 from tailopt.engines.sequential import PRECISIONS, LocalTraining, Sequential
+from tailopt.evaluation import modes_of, restore_modes
 from tailopt.records.folder import open_run
 from tailopt.records.run_config import storable
 from tailopt.rounds import robust
@@ -222,7 +223,7 @@ class _Simulation:
         hparams = AlgorithmHyperparameters(self.algorithm, self.schedules, trainable(self.model)[0])
         hparams.check_first_round()
         working = (self.model if inplace else copy.deepcopy(self.model)).to(device)
-        modes = [(module, module.training) for module in working.modules()]
+        modes = modes_of(working)
         engine = Sequential(working, self._training(hparams, device, reporting.statistics, records))
         state = engine.initial_state(self.policy.average)
         with _restoring_global_rng(device):
@@ -236,8 +237,7 @@ class _Simulation:
                     loop.go(state)
                 finally:  # a model changed in place holds a whole round, also where one was interrupted
                     engine.load_into_model(state)
-                    for module, training in modes:
-                        module.training = training
+                    restore_modes(modes)
             finally:
                 if run is not None:
                     run.close()

@@ -73,21 +73,32 @@ class CollectedMean:
 
 
 class BufferMean:
-    """The mean of the model's buffers: floating-point ones are averaged, integer ones take the maximum."""
+    """The mean of the model's buffers: floating-point ones are averaged, integer ones take the maximum.
 
-    def __init__(self, new_mean: Callable[[], WeightedMean | CollectedMean] = WeightedMean) -> None:
-        self._new_mean = new_mean
+    A buffer that no node changed stays as it is: the mean of a constant would round, and 0 * inf is NaN.
+
+    Args:
+        before: the buffers with which the round began.
+    """
+
+    def __init__(
+        self, before: Mapping[str, Tensor], new_mean: Callable[[], WeightedMean | CollectedMean] = WeightedMean
+    ) -> None:
+        self._before, self._new_mean = before, new_mean
+        self._changed: set[str] = set()
         self._means: dict[str, WeightedMean | CollectedMean] = {}
         self._maxima: dict[str, Tensor] = {}
 
     @classmethod
-    def median(cls) -> BufferMean:
+    def median(cls, before: Mapping[str, Tensor]) -> BufferMean:
         """Take the coordinate median of floating-point buffers: what goes with a robust mean of displacements."""
-        return cls(partial(CollectedMean, coordinate_median))
+        return cls(before, partial(CollectedMean, coordinate_median))
 
     def add(self, buffers: Mapping[str, Tensor], share: float) -> None:
         """Add one node's buffers."""
         for name, buffer in buffers.items():
+            if not torch.equal(buffer, self._before[name]):
+                self._changed.add(name)
             if buffer.is_floating_point() or buffer.is_complex():
                 real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
                 wide = real.to(torch.float64 if real.dtype == torch.float64 else torch.float32)
@@ -101,6 +112,9 @@ class BufferMean:
         """Return the mean buffers, in the types and the order of `like`."""
         by_name: dict[str, Tensor] = dict(self._maxima)
         for name, mean in self._means.items():
+            if name not in self._changed:
+                by_name[name] = self._before[name]
+                continue
             (value,) = mean.result(total_share)
             by_name[name] = (torch.view_as_complex(value) if like[name].is_complex() else value).to(like[name].dtype)
         return {name: by_name[name] for name in like}

@@ -138,7 +138,8 @@ class RoundMean:
         self._robust = policy.robust_mean
         mean_function = None if self._robust is None else self._robust.mean_function()
         self._delta = WeightedMean() if mean_function is None else CollectedMean(mean_function)
-        self._buffers = BufferMean() if self._robust is None else BufferMean.median()
+        self._buffers = BufferMean(state.buffers) if self._robust is None else BufferMean.median(state.buffers)
+        self._is_flat = False  # whether `_delta` adds up one flat tensor
         self._waiting: list[Contribution] = []  # until a robust mean has seen all of them
         self._steps: dict[int, int] = {}
         self._losses: dict[int, float] = {}
@@ -168,7 +169,7 @@ class RoundMean:
         if not settlement.counted_shares:
             return RoundResult(settlement, [], self._state.buffers, self._kept, [])
         delta, weights = self._delta.result(settlement.total_share), self._state.weights
-        if delta[0].shape != weights[0].shape:  # it was added up as one flat tensor
+        if self._is_flat:
             delta = [delta[0].as_strided(w.shape, w.stride(), w.storage_offset()) for w in weights]
         buffers = self._buffers.result(settlement.total_share, self._state.buffers)
         return RoundResult(settlement, delta, buffers, self._kept, self._statistics)
@@ -181,7 +182,8 @@ class RoundMean:
 
     def _accumulate(self, c: Contribution) -> None:
         share = self._participants.shares[c.node]
-        self._delta.add(c.delta if c.flat is None else [c.flat], share)
+        self._is_flat = c.flat is not None
+        self._delta.add([c.flat] if c.flat is not None else c.delta, share)
         if c.buffers:
             self._buffers.add(c.buffers, share)
         self._losses[c.node] = c.loss

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tailopt.rounds.block_norm import sequential_sum
 from tailopt.rounds.drops import all_were_dropped
 from tailopt.rounds.guard import Exclusion
 from tailopt.rounds.participants import Participants
@@ -71,7 +72,8 @@ class Settlement:
         return self._mean_loss(self.weights)
 
     def _mean_loss(self, weights: Mapping[int, float]) -> float:
-        return sum(weights[node] * loss for node, loss in self.losses.items()) if weights else math.nan
+        terms = (weights[node] * loss for node, loss in self.losses.items())
+        return sequential_sum(terms) if weights else math.nan
 
     def history_row(self, metrics: Mapping[str, Any], statistics: Mapping[str, Any]) -> dict[str, Any]:
         """Return the round as a row of the history; a node drawn twice has two entries that share its weight."""

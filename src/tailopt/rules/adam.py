@@ -20,6 +20,7 @@ from torch import Tensor
 from tailopt.clipping.operators import biclip
 from tailopt.clipping.step_cache import StepCache
 from tailopt.rules.adagrad import descend_by_quotient, refuse_sparse
+from tailopt.rules.biclip import thresholds
 from tailopt.rules.rule import (
     Hyperparameters,
     Rule,
@@ -76,8 +77,8 @@ def _step_bound(hparams: Hyperparameters) -> StepBound | None:
 def _clipped(
     params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
-    thresholds = [hparams[name] for name in ("u", "d", "dead_zone")]
-    clipped = [biclip(g, *(value_for_param(value, i) for value in thresholds)) for i, g in enumerate(grads)]
+    each = thresholds(params, grads, hparams)
+    clipped = [biclip(g, *clip) for g, clip in zip(grads, each, strict=True)]
     _adam(params, clipped, states, hparams, cache)
 
 
@@ -86,6 +87,11 @@ ADAM = Rule("adam", ("lr", "eps"), _adam, _step_bound, _OPTIONS, ("exp_avg", "ex
 ADAMW = replace(ADAM, name="adamw", defaults={**_OPTIONS, "weight_decay": 0.01})
 _ON_TOP = ("lr", "eps", "u", "d")
 BICLIP_ADAM = replace(
-    ADAM, name="biclip+adam", required=_ON_TOP, step=_clipped, defaults={**_OPTIONS, "dead_zone": 0.0}
+    ADAM,
+    name="biclip+adam",
+    required=_ON_TOP,
+    step=_clipped,
+    defaults={**_OPTIONS, "dead_zone": 0.0},
+    thresholds=thresholds,
 )
 BICLIP_ADAMW = replace(BICLIP_ADAM, name="biclip+adamw", defaults={**BICLIP_ADAM.defaults, "weight_decay": 0.01})

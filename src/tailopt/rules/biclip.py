@@ -16,7 +16,7 @@ from tailopt.clipping.norms import auto_dead_zone, largest
 from tailopt.clipping.operators import compute_dtype
 from tailopt.clipping.reference import ClipByValue, Step
 from tailopt.clipping.step_cache import StepCache
-from tailopt.rules.rule import Hyperparameters, Rule, States, StepBound, Tensors, as_list, product
+from tailopt.rules.rule import Hyperparameters, Rule, States, StepBound, Tensors, Thresholds, as_list, product
 
 
 def _biclip(
@@ -29,10 +29,9 @@ def _biclip(
         update([StepGroup(list(params), list(grads), step)], cache=cache)
         return
     n = len(params)
-    zones = _dead_zones(params, grads, hparams)
-    rows = zip(params, grads, *(as_list(hparams[name], n) for name in names), zones, strict=True)
     decay = hparams.get("weight_decay", 0.0)
-    batches = [StepGroup([p], [g], Step(ClipByValue(u, d, zone), lr, decay)) for p, g, lr, u, d, zone in rows]
+    rows = zip(params, grads, as_list(hparams["lr"], n), thresholds(params, grads, hparams), strict=True)
+    batches = [StepGroup([p], [g], Step(ClipByValue(*clip), lr, decay)) for p, g, lr, clip in rows]
     update(batches, cache=cache)
 
 
@@ -44,6 +43,17 @@ def _dead_zones(params: Tensors, grads: Tensors, hparams: Hyperparameters) -> li
     top = largest(list(grads), list(params))
     uppers = as_list(hparams["u"], len(params))
     return [auto_dead_zone(top, u, compute_dtype(p.dtype)) for p, u in zip(params, uppers, strict=True)]
+
+
+def thresholds(params: Tensors, grads: Tensors, hparams: Hyperparameters) -> list[Thresholds]:
+    """u, d and the dead zone with which every tensor is clipped."""
+    n = len(params)
+    zones = _dead_zones(params, grads, hparams)
+    return list(zip(as_list(hparams["u"], n), as_list(hparams["d"], n), zones, strict=True))
+
+
+def _sign_thresholds(params: Tensors, grads: Tensors, hparams: Hyperparameters) -> list[Thresholds]:
+    return thresholds(params, grads, {**hparams, "u": 1.0, "d": 1.0})
 
 
 def _sign(
@@ -61,5 +71,5 @@ def _sign_step_bound(hparams: Hyperparameters) -> StepBound:
 
 
 _OPTIONS = {"weight_decay": 0.0, "dead_zone": 0.0}
-BICLIP = Rule("biclip", ("lr", "u", "d"), _biclip, _step_bound, _OPTIONS)
-SIGN = Rule("sign", ("lr",), _sign, _sign_step_bound, _OPTIONS)
+BICLIP = Rule("biclip", ("lr", "u", "d"), _biclip, _step_bound, _OPTIONS, thresholds=thresholds)
+SIGN = Rule("sign", ("lr",), _sign, _sign_step_bound, _OPTIONS, thresholds=_sign_thresholds)

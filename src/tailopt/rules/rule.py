@@ -11,6 +11,7 @@ of either for each parameter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -54,6 +55,14 @@ class StepBound:
     length: Any
 
 
+Thresholds = tuple[Any, Any, Any]  # u, d and the dead zone of one tensor
+
+
+def no_thresholds(params: Tensors, grads: Tensors, hparams: Hyperparameters) -> list[Thresholds]:
+    """Those of a rule that clips no coordinates: nothing is above u or below d."""
+    return [(math.inf, 0.0, 0.0)] * len(params)
+
+
 @dataclass(frozen=True)
 class Rule:
     """One optimizer's arithmetic.
@@ -67,6 +76,7 @@ class Rule:
         state_names: the tensors in a parameter's state after a step.
         needs_norm: whether a step needs the norm of the whole gradient. A caller that holds only a part of the
             gradient passes the norm as the hyperparameter `norm`.
+        thresholds: (parameters, gradients, hyperparameters) -> of every tensor, for statistics.
     """
 
     name: str
@@ -76,6 +86,7 @@ class Rule:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     state_names: tuple[str, ...] = ()
     needs_norm: bool = False
+    thresholds: Callable[[Tensors, Tensors, Hyperparameters], list[Thresholds]] = no_thresholds
 
 
 def value_for_param(value: Any, i: int) -> Any:
