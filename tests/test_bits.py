@@ -40,6 +40,7 @@ def called(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow  # records and compares twice
 def test_only_what_changed_is_reported(tmp_path: Path) -> None:
     record, cases = tmp_path / "before.json", ("--only", "[sn]*/avg-biclip")
     written = called("--write", str(record), *cases, "--keep", str(tmp_path / "runs"))

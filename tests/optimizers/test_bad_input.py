@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +12,9 @@ from torch import nn
 import tailopt
 from tailopt import BiClip, Clipped, L2Clip
 from tailopt.clipping.memory import is_freed
+from tests.distributed import forked
+
+HERE = "tests.optimizers.test_bad_input"
 
 SETTINGS = [
     ({"lr": None}, r"Invalid learning rate: None; need 0 <= lr < inf\."),
@@ -111,48 +112,52 @@ def test_a_step_on_integers_is_refused_as_by_sgd(name: str, dtype: torch.dtype) 
 
 # ---- freed memory ----
 
-FREED = """
-import sys, torch, tailopt
-kind, what, warm, offset = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-other = torch.nn.Parameter(torch.ones(3)); other.grad = torch.ones(3)
-p = torch.nn.Parameter(torch.ones(100_000)[offset:]); p.grad = torch.ones(100_000)[offset:]
-opt = {
-    "torch": lambda ps: torch.optim.SGD(ps, lr=0.1, fused=True),
-    "BiClip": lambda ps: tailopt.BiClip(ps, lr=0.1),
-    "fused": lambda ps: tailopt.BiClip(ps, lr=0.1, fused=True),
-    "single": lambda ps: tailopt.BiClip(ps, lr=0.1, foreach=False),
-    "L2Clip": lambda ps: tailopt.L2Clip(ps, lr=0.1),
-}[kind]([other, p])
-if warm:
-    opt.step()
-before = other.tolist()
-(p if what == "parameter" else p.grad).untyped_storage().resize_(0)
-try:
-    opt.step()
-except RuntimeError as error:
-    assert other.tolist() == before or kind == "torch", "before anything moved"
-    print("RuntimeError", error)
-"""
+KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "torch": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
+    "BiClip": lambda params: BiClip(params, lr=0.1),
+    "fused": lambda params: BiClip(params, lr=0.1, fused=True),
+    "single": lambda params: BiClip(params, lr=0.1, foreach=False),
+    "L2Clip": lambda params: L2Clip(params, lr=0.1),
+}
 
 
-@pytest.mark.parametrize("warm", [0, 1], ids=["first step", "later step"])
+def step_on_freed_memory(rank: int, kind: str, what: str, warm: bool, offset: int) -> dict[str, Any]:
+    other, p = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(100_000)[offset:])
+    other.grad, p.grad = torch.ones(3), torch.ones(100_000)[offset:]
+    opt = KINDS[kind]([other, p])
+    if warm:
+        opt.step()
+    before = other.tolist()
+    (p if what == "parameter" else p.grad).untyped_storage().resize_(0)
+    try:
+        opt.step()
+    except RuntimeError as error:
+        return {"said": str(error), "moved": other.tolist() != before}
+    return {"said": "", "moved": True}
+
+
+step_on_freed_memory.connects_itself = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first step", "later step"])
 @pytest.mark.parametrize("what", ["parameter", "gradient"])
-@pytest.mark.parametrize("kind", ["torch", "BiClip", "fused", "single", "L2Clip"])
-def test_a_storage_that_was_freed_raises_and_is_not_touched(kind: str, what: str, warm: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_storage_that_was_freed_raises_and_is_not_touched(
+    server: forked.Server, kind: str, what: str, warm: bool
+) -> None:
     """In a process of its own, since what is wrong ends it."""
-    command = [sys.executable, "-c", FREED, kind, what, str(warm), "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-500:]
-    assert done.stdout.startswith("RuntimeError")
+    (end,) = server.run(f"{HERE}:step_on_freed_memory", 1, kind=kind, what=what, warm=warm, offset=0)
+    assert end.status == 0 and end.value["said"], end.said
     if kind != "torch":
-        assert "A tensor of shape (100000,) and torch.float32 has no memory: its storage holds 0 bytes" in done.stdout
+        assert not end.value["moved"], "before anything moved"
+        words = "A tensor of shape (100000,) and torch.float32 has no memory: its storage holds 0 bytes"
+        assert words in end.value["said"]
 
 
 @pytest.mark.parametrize("what", ["parameter", "gradient"])
-def test_a_view_into_a_freed_storage_is_no_better(what: str) -> None:
-    command = [sys.executable, "-c", FREED, "BiClip", what, "1", "50000"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "has no memory" in done.stdout, done.stderr[-500:]
+def test_a_view_into_a_freed_storage_is_no_better(server: forked.Server, what: str) -> None:
+    (end,) = server.run(f"{HERE}:step_on_freed_memory", 1, kind="BiClip", what=what, warm=True, offset=50_000)
+    assert end.status == 0 and "has no memory" in end.value["said"], end.said
 
 
 def test_what_is_freed() -> None:
