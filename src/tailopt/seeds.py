@@ -20,7 +20,7 @@ def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
         >>> derive_seed(0, "participants", 3) == derive_seed(0, "order", 3)
         False
     """
-    text = "/".join([str(seed), purpose, *map(str, numbers)])
+    text = "/".join(map(str, (seed, purpose, *numbers)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 

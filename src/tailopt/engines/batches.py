@@ -94,8 +94,12 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return batch if batch.device == device else batch.to(device, non_blocking=True)
     if type(batch) in (tuple, list):  # the usual case; the general walk takes ten times as long
-        if device.type == "cpu" and all(type(part) is Tensor and part.is_cpu for part in batch):
-            return batch
+        if device.type == "cpu":
+            for part in batch:
+                if type(part) is not Tensor or not part.is_cpu:
+                    break
+            else:
+                return batch
         return type(batch)(to_device(part, device) for part in batch)
     return tree_map(lambda leaf: to_device(leaf, device) if isinstance(leaf, Tensor) else leaf, batch)
 

@@ -282,8 +282,8 @@ def seed_torch(value: int, device: torch.device) -> None:
 def seed_python_and_numpy(value: int) -> None:
     """Seed Python's generator, and numpy's where somebody uses it."""
     random.seed(value)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(value % 2**32)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(value % 2**32)
 
 
 # What torch.optim's classes keep on the CPU; every other tensor of a state is where the parameter is.

@@ -10,7 +10,7 @@ through one accumulator; a robust mean (robust.py) needs all displacements at on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -25,28 +25,20 @@ class WeightedMean:
 
     def __init__(self) -> None:
         self._acc: list[Tensor] = []
-        self._factors: dict[tuple[float, torch.dtype], Tensor] = {}
 
     def add(self, delta: Sequence[Tensor], share: float) -> None:
         """Add one node's displacement; a large tensor in chunks, so that no further copy of a model is needed."""
         # not add(alpha=share), which is a fused multiply-add on some processors
         if not self._acc:
-            self._acc = [d * self._factor(share, d.dtype) for d in delta]
+            self._acc = [d * _factor(share, d.dtype) for d in delta]
             return
         for acc, d in zip(self._acc, delta, strict=True):
-            factor = self._factor(share, d.dtype)
+            factor = _factor(share, d.dtype)
             if d.numel() <= CHUNK or not (acc.is_contiguous() and d.is_contiguous()):
                 acc.add_(d * factor)
                 continue
             for a, chunk in zip(acc.view(-1).split(CHUNK), d.view(-1).split(CHUNK), strict=True):
                 a.add_(chunk * factor)
-
-    def _factor(self, share: float, dtype: torch.dtype) -> Tensor:
-        """Return a share as a tensor, cast once: torch takes longer to multiply a small tensor by a Python number."""
-        key = share, dtype
-        if key not in self._factors:
-            self._factors[key] = torch.tensor(share, dtype=dtype)
-        return self._factors[key]
 
     def result(self, total_share: float) -> list[Tensor]:
         """Return the mean; `total_share` is 1 where every participant counted."""
@@ -54,6 +46,12 @@ class WeightedMean:
             for acc in self._acc:  # by a tensor: some devices divide by a number through its reciprocal
                 acc.div_(torch.tensor(total_share, dtype=torch.float64).to(acc))
         return self._acc
+
+
+@lru_cache(maxsize=1024)
+def _factor(share: float, dtype: torch.dtype) -> Tensor:
+    """Return a share as a tensor, cast once: torch takes longer to multiply a small tensor by a Python number."""
+    return torch.tensor(share, dtype=dtype)
 
 
 class CollectedMean:

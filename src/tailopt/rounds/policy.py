@@ -80,7 +80,7 @@ class RoundPolicy:
             weights = checked_weights(self.weights, self.nodes) if self.weights else (1.0,) * self.nodes
             count = participant_count(self.nodes, self.participation, self.participants)
             object.__setattr__(self, "_sampling", Sampling(weights, count, self.sampling, self.seed))
-            self._drops()  # refuses an impossible probability
+            assert self._drops is not None  # building it refuses an impossible probability
 
     def _check(self) -> None:
         check_choice("on_drop", self.on_drop, ON_DROP)
@@ -106,7 +106,7 @@ class RoundPolicy:
 
     def draw_drops(self, t: int) -> set[int]:
         """Return the nodes whose contributions to round t a simulation loses."""
-        return self._drops().draw(t)
+        return self._drops.draw(t)
 
     @functools.cached_property
     def everybody_takes_part(self) -> bool:
@@ -174,5 +174,6 @@ class RoundPolicy:
         assert self._sampling is not None, "the number of nodes is not known yet"
         return self._sampling
 
+    @functools.cached_property
     def _drops(self) -> Drops:
         return Drops(self.nodes or 0, 0.0 if self.drops is None else self.drops, self.seed)

@@ -29,7 +29,7 @@ from tailopt.rounds.mean import BufferMean, CollectedMean, WeightedMean
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.policy import RoundPolicy
 from tailopt.rounds.settle import Settlement, settle
-from tailopt.rules.rule import Hyperparameters, Rule, State
+from tailopt.rules.rule import Hyperparameters, Rule, State, steps_alike_on_flat
 
 
 @dataclass
@@ -108,10 +108,11 @@ class RoundResult:
 
     Args:
         settlement: who counted.
-        delta: the mean displacement; empty where every contribution was lost.
+        delta: the mean displacement, by tensor; empty where every contribution was lost.
         buffers: the mean buffers; where every contribution was lost, those from before the round.
         kept: what the nodes keep.
         statistics: of the nodes that counted.
+        is_flat: `delta` is one tensor, laid out like the flat global weights.
     """
 
     settlement: Settlement
@@ -119,6 +120,7 @@ class RoundResult:
     buffers: dict[str, Tensor]
     kept: NodeStates
     statistics: list[Any]
+    is_flat: bool = False
 
 
 class RoundMean:
@@ -168,11 +170,9 @@ class RoundMean:
         settlement = settle(self._state.round + 1, self._participants, self._steps, self._excluded, self._losses)
         if not settlement.counted_shares:
             return RoundResult(settlement, [], self._state.buffers, self._kept, [])
-        delta, weights = self._delta.result(settlement.total_share), self._state.weights
-        if self._is_flat:
-            delta = [delta[0].as_strided(w.shape, w.stride(), w.storage_offset()) for w in weights]
+        delta = self._delta.result(settlement.total_share)
         buffers = self._buffers.result(settlement.total_share, self._state.buffers)
-        return RoundResult(settlement, delta, buffers, self._kept, self._statistics)
+        return RoundResult(settlement, delta, buffers, self._kept, self._statistics, self._is_flat)
 
     def _check(self, c: Contribution) -> Exclusion | None:
         if not self._guard or (c.flat is not None and not c.buffers and clearly_within(c.flat, c.movement_bound)):
@@ -222,7 +222,13 @@ def finish_round(
     """
     state.buffers = result.buffers
     if result.settlement.counted_shares:  # where nothing arrived, nothing moves
-        outer_step(state, result.delta, outer, hparams, cache)
+        delta = result.delta
+        if result.is_flat and state.flat is not None and steps_alike_on_flat(outer, hparams):
+            outer.step([state.flat], [delta[0].neg_()], [{}], hparams, cache)
+        else:
+            if result.is_flat:
+                delta = [delta[0].as_strided(w.shape, w.stride(), w.storage_offset()) for w in state.weights]
+            outer_step(state, delta, outer, hparams, cache)
         if policy.projection_radius is not None:
             project(state.weights, policy.projection_radius)
     state.round += 1

@@ -71,5 +71,5 @@ def _sign_step_bound(hparams: Hyperparameters) -> StepBound:
 
 
 _OPTIONS = {"weight_decay": 0.0, "dead_zone": 0.0}
-BICLIP = Rule("biclip", ("lr", "u", "d"), _biclip, _step_bound, _OPTIONS, thresholds=thresholds)
-SIGN = Rule("sign", ("lr",), _sign, _sign_step_bound, _OPTIONS, thresholds=_sign_thresholds)
+BICLIP = Rule("biclip", ("lr", "u", "d"), _biclip, _step_bound, _OPTIONS, is_elementwise=True, thresholds=thresholds)
+SIGN = Rule("sign", ("lr",), _sign, _sign_step_bound, _OPTIONS, is_elementwise=True, thresholds=_sign_thresholds)

@@ -76,6 +76,7 @@ class Rule:
         state_names: the tensors in a parameter's state after a step.
         needs_norm: whether a step needs the norm of the whole gradient. A caller that holds only a part of the
             gradient passes the norm as the hyperparameter `norm`.
+        is_elementwise: whether a coordinate moves by what its own gradient says and by nothing else.
         thresholds: (parameters, gradients, hyperparameters) -> of every tensor, for statistics.
     """
 
@@ -86,12 +87,19 @@ class Rule:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     state_names: tuple[str, ...] = ()
     needs_norm: bool = False
+    is_elementwise: bool = False
     thresholds: Callable[[Tensors, Tensors, Hyperparameters], list[Thresholds]] = no_thresholds
 
 
 def value_for_param(value: Any, i: int) -> Any:
     """A hyperparameter of the i-th parameter: its own value if there is a list, else the common one."""
     return value[i] if isinstance(value, list) else value
+
+
+def steps_alike_on_flat(rule: Rule, hparams: Hyperparameters) -> bool:
+    """Whether one step on all parameters laid out as one tensor has the bits of a step on each: no state, no norm."""
+    alike = all(isinstance(value, int | float | bool) for value in hparams.values())
+    return alike and not rule.state_names and not rule.needs_norm and rule.is_elementwise
 
 
 def is_active(value: Number) -> bool:

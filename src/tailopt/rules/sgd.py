@@ -9,6 +9,7 @@ torch.optim.SGD's operations in its order, so that the bits are the same.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tailopt.clipping.step_cache import StepCache
@@ -18,8 +19,7 @@ from tailopt.rules.rule import Hyperparameters, Rule, States, Tensors, is_active
 def _average(
     params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
-    for p, g in zip(params, grads, strict=True):
-        p.sub_(g)
+    torch._foreach_sub_(list(params), list(grads))
 
 
 def _sgd(
@@ -58,6 +58,6 @@ def _unbounded(hparams: Hyperparameters) -> None:
     return None
 
 
-AVG = Rule("avg", (), _average, _unbounded)
+AVG = Rule("avg", (), _average, _unbounded, is_elementwise=True)
 SGD = Rule("sgd", ("lr",), _sgd, _unbounded, {"momentum": 0.0}, ("momentum_buffer",))
 NESTEROV = Rule("nesterov", ("lr", "momentum"), _nesterov, _unbounded, state_names=("momentum_buffer",))
