@@ -36,4 +36,5 @@ def test_a_round_without_a_report_has_no_loss() -> None:
     _, local = local_round(0.1)
     local.loss = 0.5
     local.clear(None)
+    local.begin()
     assert math.isnan(local.loss)

@@ -78,7 +78,6 @@ class LocalRound:
     def clear(self, initial_states: Sequence[State] | None) -> None:
         """Forget the steps of the last round; a state that is not kept begins empty, or with `initial_states`."""
         self._hparams_of_steps = []
-        self.loss = math.nan
         self._began = time.perf_counter()
         if self._keeps_state:
             return
@@ -91,6 +90,7 @@ class LocalRound:
         """Begin the local steps, and remember the state to which an excluded node goes back."""
         if self._keeps_state and self._can_be_excluded:
             self._state_before = copy.deepcopy(self.optimizer.state_dict()["state"])
+        self.loss = math.nan
         self._began = time.perf_counter()
 
     def undo(self) -> None:
