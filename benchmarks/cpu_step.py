@@ -19,7 +19,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,8 +88,9 @@ def sign_clamp(params: list[Tensor]) -> Callable[[], None]:
     return run
 
 
-def sgd_and_control(params: list[Tensor]) -> dict[str, Callable[[], None]]:
-    return {name: torch.optim.SGD(params, lr=1e-3, foreach=True).step for name in ("SGD foreach", "SGD foreach again")}
+def sgd_and_control(params: list[Tensor], momentum: float = 0.0) -> dict[str, Callable[[], None]]:
+    names = ("SGD foreach", "SGD foreach again")
+    return {name: torch.optim.SGD(params, lr=1e-3, momentum=momentum, foreach=True).step for name in names}
 
 
 def plain_mix(dtype: torch.dtype) -> dict[str, Callable[[], None]]:
@@ -99,6 +102,20 @@ def plain_mix(dtype: torch.dtype) -> dict[str, Callable[[], None]]:
         "BiClip, counts": tailopt.BiClip(params, **NUMBERS, statistics="counts").step,
         "BiClip, counts and sampled histogram": tailopt.BiClip(params, **NUMBERS, statistics=True).step,
         "SGD fused": torch.optim.SGD(params, lr=1e-3, fused=True).step,
+        "AdamW fused": torch.optim.AdamW(params, lr=1e-3, fused=True).step,
+    }
+
+
+def momentum_mix(dtype: torch.dtype) -> dict[str, Callable[[], None]]:
+    """The same with momentum; SGD and its control have it too."""
+    params = parameters(gpt2_shapes(5, 512, 4, 16384, 1024), dtype)
+    narrow: dict[str, Any] = {"momentum": 0.9, "momentum_dtype": torch.bfloat16}
+    return {
+        **sgd_and_control(params, momentum=0.9),
+        "BiClip": tailopt.BiClip(params, **NUMBERS, momentum=0.9).step,
+        "BiClip, momentum in bf16": tailopt.BiClip(params, **NUMBERS, **narrow).step,
+        "BiClip, counts": tailopt.BiClip(params, **NUMBERS, momentum=0.9, statistics="counts").step,
+        "SGD fused": torch.optim.SGD(params, lr=1e-3, momentum=0.9, fused=True).step,
         "AdamW fused": torch.optim.AdamW(params, lr=1e-3, fused=True).step,
     }
 
@@ -285,6 +302,14 @@ def main() -> None:
         ("SGD fused", "SGD foreach", ""),
     ]
     report(table("bf16, the same tensors", good, discarded, rows))
+
+    for dtype, goal in ((torch.float32, "<= 1.05"), (torch.bfloat16, "")):
+        mix = momentum_mix(dtype)
+        good, discarded = runs_that_count(partial(least_times, mix, arguments.repeats), arguments.runs)
+        rows = [("BiClip", "SGD foreach", goal), ("BiClip, momentum in bf16", "SGD foreach", "")]
+        rows += [("BiClip", "AdamW fused", ""), ("BiClip, counts", "BiClip", ""), ("SGD fused", "SGD foreach", "")]
+        title = f"With momentum 0.9, {'fp32' if dtype == torch.float32 else 'bf16'}, the same tensors"
+        report(table(title, good, discarded, rows))
 
     mix = torch_mix()
     good, discarded = runs_that_count(lambda: least_times(mix, max(5, arguments.repeats // 3)), arguments.runs)

@@ -235,12 +235,12 @@ def test_superfluous_settings(name: str, more: dict[str, Any], message: str) -> 
     ("name", "optional"),
     [
         ("avg-sgd", ""),
-        ("avg-biclip", "weight_decay dead_zone"),
+        ("avg-biclip", "weight_decay dead_zone inner_momentum"),
         ("avg-biclip-l2", "weight_decay scope"),
-        ("adam-biclip", "weight_decay dead_zone outer_betas bias_correction"),
+        ("adam-biclip", "weight_decay dead_zone inner_momentum outer_betas bias_correction"),
         ("adam2", "inner_betas outer_betas bias_correction"),
         ("bi2clip-l2", "weight_decay scope"),
-        ("bi2clip", "weight_decay dead_zone"),
+        ("bi2clip", "weight_decay dead_zone momentum inner_momentum"),
         ("diloco", "inner_betas"),
     ],
 )
@@ -398,6 +398,16 @@ def test_settings_by_their_public_names() -> None:
         **some("ilr ieps"),
         "inner_betas": (0.9, 0.999),
     }
+
+
+def test_momentum_of_both_levels() -> None:
+    given = {**some(EIGHTEEN["bi2clip"]), "momentum": 0.5, "inner_momentum": 0.9}
+    algo = tailopt.algorithm("bi2clip", **given)
+    assert algo.settings == given
+    assert (algo.hparams("outer")["momentum"], algo.hparams("inner")["momentum"]) == (0.5, 0.9)
+    for bad in ({"momentum": 1.0}, {"inner_momentum": -0.1}):
+        with pytest.raises(ValueError, match=f"Invalid {next(iter(bad))}: .*; need 0 <= {next(iter(bad))} < 1"):
+            tailopt.algorithm("bi2clip", **some(EIGHTEEN["bi2clip"]), **bad)
 
 
 def test_settings_of_both_levels_stand_apart() -> None:

@@ -64,7 +64,14 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {"diloco": ("weight_decay",)}
 
 # By side: key of a rule -> public name. Other keys are public names themselves.
 PUBLIC_NAMES = {
-    "inner": {"lr": "ilr", "u": "i_u", "d": "i_d", "eps": "ieps", "betas": "inner_betas"},
+    "inner": {
+        "lr": "ilr",
+        "u": "i_u",
+        "d": "i_d",
+        "eps": "ieps",
+        "betas": "inner_betas",
+        "momentum": "inner_momentum",
+    },
     "outer": {"lr": "olr", "u": "o_u", "d": "o_d", "eps": "oeps", "betas": "outer_betas"},
 }
 # By side: options of a rule that users cannot set. The inner Adam is torch's, which always corrects its bias.
@@ -141,8 +148,11 @@ class Algorithm:
         }
         for side, (settings, other_settings) in sides.items():
             for key, value in self.hparams(side).items():
-                if key in PUBLIC_NAMES[side]:
-                    by_public_name[PUBLIC_NAMES[side][key]] = value
+                public = PUBLIC_NAMES[side].get(key, key)
+                # a momentum that was not given is left out: older run folders have the same text
+                always = key in PUBLIC_NAMES[side] and key != "momentum"
+                if always or (public != key and public in settings):
+                    by_public_name[public] = value
                 elif key in settings:
                     ambiguous = key in other_settings and other_settings[key] != value
                     by_public_name[f"{side}_{key}" if ambiguous else key] = value
@@ -157,7 +167,7 @@ def algorithm(name: str, **settings: Any) -> Algorithm:
             case and with or without hyphens: `RMS-TailClip` is rmsprop-biclip. `SludgeClip`, the paper's Avg-L2Clip
             with failing nodes, is avg-l2clip; which nodes fail is an argument of `simulate` (participation, drops).
         settings: the settings of both optimizers, and if they apply the keywords weight_decay, dead_zone, scope,
-            momentum, inner_betas, outer_betas, bias_correction, inner_state and send_preconditioner.
+            momentum, inner_momentum, inner_betas, outer_betas, bias_correction, inner_state and send_preconditioner.
 
     Raises:
         ValueError: the name is unknown, or a setting is unknown, missing or superfluous; the message lists the valid

@@ -39,7 +39,15 @@ COMMON: list[dict[str, Any]] = [
     {"nonfinite": "raise"},
 ]
 OPTIONS: dict[type, list[dict[str, Any]]] = {
-    BiClip: [*COMMON, {"u": 0.5, "d": 0.5}, {"dead_zone": 1e-3}, {"dead_zone": "auto"}],
+    BiClip: [
+        *COMMON,
+        {"u": 0.5, "d": 0.5},
+        {"dead_zone": 1e-3},
+        {"dead_zone": "auto"},
+        {"momentum": 0.9},
+        {"momentum": 0.5, "weight_decay": 0.1, "maximize": True},
+        {"momentum": 0.9, "nonfinite": "skip"},
+    ],
     L2Clip: [*COMMON, {"scope": "group"}, {"scope": "tensor"}],
 }
 

@@ -470,11 +470,16 @@ def test_a_tensor_lr_filled_in_place_is_seen(cls, impl):
 
 
 @pytest.mark.parametrize("make", [sched.OneCycleLR, sched.CyclicLR], ids=lambda c: c.__name__)
-@every_optimizer
-def test_there_is_no_momentum_to_cycle(cls, make):
-    """A dummy key would be scheduled, saved and believed."""
-    opt = cls(fresh([(2,)]))
+def test_momentum_cycles_where_there_is_one(make):
+    """As with SGD, also from 0. A dummy key in L2Clip would be scheduled, saved and believed."""
+    p = fresh([(2,)])
     args = (0.1, 10) if make is sched.OneCycleLR else (0.1, 0.2)
+    opt = BiClip(p)
+    make(opt, *args)
+    gradients(p)
+    opt.step()
+    assert opt.param_groups[0]["momentum"] > 0 and "momentum_buffer" in opt.state[p[0]]
+    opt = L2Clip(fresh([(2,)]))
     with pytest.raises(ValueError, match="optimizer must support momentum or beta1"):
         make(opt, *args)
     make(opt, *args, cycle_momentum=False)

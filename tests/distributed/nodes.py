@@ -29,6 +29,7 @@ SETTINGS = {
     "momentum": 0.9,
     "weight_decay": 0.01,
 }
+NAMES = (*ALGORITHMS, "bi2clip+momentum")
 CASES: dict[str, dict[str, Any]] = {
     "everybody": {},
     "two of them": {"participants": 2},
@@ -37,7 +38,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def algorithm(name: str) -> tailopt.Algorithm:
-    """With as many of the settings as it takes."""
+    """With as many of the settings as it takes; "bi2clip+momentum" has momentum on both sides."""
+    if name.endswith("+momentum"):
+        plain = algorithm(name.removesuffix("+momentum"))
+        return tailopt.algorithm(plain.name, **plain.settings, momentum=0.5, inner_momentum=0.9, inner_state="keep")
     try:
         return tailopt.algorithm(name, **SETTINGS)
     except ValueError as error:
@@ -85,7 +89,7 @@ def train(name: str, case: str, node: int) -> list[str]:
 def main(rank: int, nodes: int, store: str, out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=nodes)
-    found = {f"{name}, {case}": train(name, case, rank) for name in ALGORITHMS for case in CASES}
+    found = {f"{name}, {case}": train(name, case, rank) for name in NAMES for case in CASES}
     Path(f"{out}/{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import tailopt
-from tailopt.algorithms import ALGORITHMS
 from tests.distributed import nodes
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +36,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("case", nodes.CASES)
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", nodes.NAMES)
 def test_the_same_bits_as_the_simulation(name: str, case: str, trained: list[dict[str, list[str]]]) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

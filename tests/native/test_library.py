@@ -156,7 +156,7 @@ def test_a_step_needs_no_memory() -> None:
 EVERYTHING = """
     import torch
     from tailopt import BiClip, L2Clip, count
-    from tailopt.native.clip import StepRows
+    from tailopt.native.clip import NO_MOMENTUM, StepRows
     from tailopt.native.library import loaded
     from tailopt.distributed import flat_kernels
     from tailopt.distributed.layout import Segment
@@ -173,7 +173,7 @@ EVERYTHING = """
         L2Clip([p], u=1.0).step()
         for variant in kernel.variants:
             for operation in ("biclip", "rescale"):
-                row = [-0.1, 0.9, 0.0, 1.0, 0.5, 0.0, 1.0, 2.0, 1.0]
+                row = [-0.1, 0.9, 0.0, 1.0, 0.5, 0.0, 1.0, 2.0, 1.0, *NO_MOMENTUM]
                 kernel.clip.run(operation, [p.detach()], [p.grad], StepRows(row, [0]), variant=variant)
         count([p.grad], 1.0, 0.5)
     segment = Segment(0, 0, 0, 1031, 0)

@@ -27,9 +27,19 @@ def test_without_schedules_everything_is_constant() -> None:
     assert (
         found.inner.at(1, 0)
         == found.inner.at(9, 123)
-        == {"lr": 0.5, "u": 1.0, "d": 0.1, "weight_decay": 0.0, "dead_zone": 0.0}
+        == {"lr": 0.5, "u": 1.0, "d": 0.1, "weight_decay": 0.0, "dead_zone": 0.0, "momentum": 0.0}
     )
-    assert found.outer.at(1) == found.outer.at(9) == {"lr": 1.0, "u": 0.2, "d": 0.05, "dead_zone": 0.0}
+    assert (
+        found.outer.at(1)
+        == found.outer.at(9)
+        == {
+            "lr": 1.0,
+            "u": 0.2,
+            "d": 0.05,
+            "dead_zone": 0.0,
+            "momentum": 0.0,
+        }
+    )
     assert found.inner.rule.name == found.outer.rule.name == "biclip"
     assert not found.inner.by_step
 

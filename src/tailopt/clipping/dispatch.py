@@ -23,6 +23,7 @@ from tailopt.clipping.dtensor import is_dtensor, local_pair, local_part
 from tailopt.clipping.kernels import c, chunked, foreach, single
 from tailopt.clipping.kernels.kernel import Kernel, StepGroup, has_dimensions, is_scalar
 from tailopt.clipping.memory import check_memory
+from tailopt.clipping.momentum import advance
 from tailopt.clipping.reference import Step
 from tailopt.clipping.step_cache import StepCache
 from tailopt.native import library
@@ -84,18 +85,21 @@ def update(
         cache: what the caller keeps between the steps of the same parameters; a single step needs none.
         recorder: counts what the step clips; the batches have slots then.
     """
-    if kernel is None:
+    if kernel in (None, "c"):
         # Almost every step on a CPU ends here: if the C kernel takes all tensors, nothing looks at them one by one.
         cache = cache if cache is not None else StepCache(reused=False)
-        scalar = cache.same_steps(batches) or all(is_scalar(batch.step) for batch in batches)
+        scalar = cache.same_steps(batches) or all(_is_scalar(batch) for batch in batches)
         if scalar and cache.prepare(*c.joined(batches)):
             if library.loaded() is not None:
                 c.run(batches, cache, recorder)
                 return
-            _warn_once_of_missing_kernel()
+            if kernel is None:
+                _warn_once_of_missing_kernel()
     _check_tensors(batches)
     by_kernel: dict[str, list[StepGroup]] = {}
     for batch in batches:
+        if batch.momenta:
+            batch = advance(_as_local_reals(batch), by_reference=kernel == "reference")
         for i, (p, g) in enumerate(zip(batch.params, batch.grads, strict=True)):
             p_part, g_part, step = _as_dense_local_reals(p, g, batch.step)
             if recorder is not None:
@@ -113,13 +117,36 @@ def update(
         KERNELS[name].run(parts)
 
 
+def _is_scalar(batch: StepGroup) -> bool:
+    return is_scalar(batch.step) and not batch.corrections
+
+
+def _as_local_reals(batch: StepGroup) -> StepGroup:
+    """A batch with momentum as its arithmetic sees it: shards as local tensors, complex ones as pairs of reals."""
+    if not any(is_dtensor(p) or p.is_complex() for p in batch.params):
+        return batch
+    if has_dimensions(batch.step):
+        raise ValueError("Thresholds with dimensions cannot be used with momentum on sharded or complex parameters.")
+    momenta = [local_pair(p, m)[1] for p, m in zip(batch.params, batch.momenta, strict=True)]
+    pairs = [local_pair(p, g) for p, g in zip(batch.params, batch.grads, strict=True)]
+
+    def reals(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
+
+    return batch._replace(
+        params=reals([p for p, _ in pairs]), grads=reals([g for _, g in pairs]), momenta=reals(momenta)
+    )
+
+
 def _check_tensors(batches: Sequence[StepGroup]) -> None:
     """Raise for what no kernel can step on, before any of them does: integers, as in torch's SGD, and freed memory."""
     for batch in batches:
         for p in batch.params:
             check_type(p)
         if not torch.compiler.is_compiling():
-            check_memory([*batch.params, *batch.grads])
+            check_memory([*batch.params, *batch.grads, *batch.momenta])
+        if any(g.is_sparse for g in batch.grads) and batch.momenta:
+            raise RuntimeError("Momentum needs dense gradients, and one is sparse. Use momentum=0 for its parameter.")
 
 
 def check_type(p: Tensor) -> None:

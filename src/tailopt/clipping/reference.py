@@ -2,6 +2,13 @@
 
     p <- fma(-lr, clip(g), p * (1 - lr * weight_decay))
 
+and with momentum, where the k-th step since m was 0 clips a mean of gradients in place of g:
+
+    m <- fma(1 - beta, clamp(g, -u / (1 - beta), u / (1 - beta)), beta * m)
+    p <- fma(-lr, clip(m / (1 - beta^k)), p * (1 - lr * weight_decay))
+
+The clamp keeps what one outlier or infinity adds to m at u. m is rounded to its type after the operator has used it.
+
 fp64 is computed in itself, everything else in fp32; numbers are rounded once to that type, the result once to the
 parameter's. `ClipByValue` and `ScaleToNorm` are the two ways to clip, `Step` is a clip with the numbers of a group.
 Kernels take the same `Step` and must give the same bits. Nothing here is fast, and nothing here is optimised.
@@ -43,6 +50,23 @@ class ScaleToNorm(NamedTuple):
         return g * self.scale / self.norm * self.target + 0.0  # -0 becomes +0: a zero moves nothing, not even -0
 
 
+class Momentum(NamedTuple):
+    """The numbers of a step with momentum. correction: 1 - beta^k, by which m is divided in its k-th step."""
+
+    beta: float
+    correction: Number
+
+    @classmethod
+    def at(cls, beta: float, k: int) -> Momentum:
+        """Return the numbers of the k-th step since m was 0.
+
+        Examples:
+            >>> Momentum.at(0.5, 2)
+            Momentum(beta=0.5, correction=0.75)
+        """
+        return cls(beta, 1 - beta**k)
+
+
 class Step(NamedTuple):
     """One param group's numbers for one step."""
 
@@ -50,15 +74,43 @@ class Step(NamedTuple):
     lr: Number
     weight_decay: float = 0.0
     maximize: bool = False
+    momentum: Momentum | None = None
 
     def decay(self, dtype: torch.dtype) -> Number:
         """1 - lr * weight_decay: in float64 from numbers, in the compute type from a tensor lr."""
         lr = self.lr.to(dtype) if isinstance(self.lr, Tensor) else self.lr
         return 1 - lr * self.weight_decay
 
+    def gradient_limit(self, dtype: torch.dtype) -> Number:
+        """u / (1 - beta), to which momentum clamps gradients: in float64 from numbers, else in the compute type."""
+        assert isinstance(self.clip, ClipByValue)
+        assert self.momentum is not None
+        u, rest = self.clip.u, 1 - self.momentum.beta
+        return u.to(dtype) / rounded(rest, dtype).to(u.device) if isinstance(u, Tensor) else u / rest
+
+
+def momentum(m: Tensor, g: Tensor, numbers: Step, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The momentum after one step, in its own type, and what the step clips in place of the gradient.
+
+    dtype: the compute type.
+
+    Examples:
+        >>> numbers = Step(ClipByValue(u=0.5, d=0.0), lr=1.0, momentum=Momentum.at(0.5, 1))
+        >>> momentum(torch.zeros(2), torch.tensor([0.25, 9.0]), numbers, torch.float32)
+        (tensor([0.1250, 0.5000]), tensor([0.2500, 1.0000]))
+    """
+    assert numbers.momentum is not None
+    limit = rounded(numbers.gradient_limit(dtype), dtype)
+    g = (-g if numbers.maximize else g).to(dtype)
+    clamped = torch.where(g < -limit, -limit, g)  # NaN passes
+    clamped = torch.where(clamped > limit, limit, clamped)
+    beta = numbers.momentum.beta
+    wide = fma(rounded(1 - beta, dtype), clamped, m.to(dtype) * rounded(beta, dtype))
+    return wide.to(m.dtype), wide / rounded(numbers.momentum.correction, dtype)
+
 
 def step(p: Tensor, g: Tensor, numbers: Step) -> Tensor:
-    """The parameter after one step, as a new tensor.
+    """The parameter after one step, as a new tensor; g is what `momentum` returned, where the step has momentum.
 
     Examples:
         >>> p, g = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([9.0, 0.0, -1e-6])
@@ -67,7 +119,7 @@ def step(p: Tensor, g: Tensor, numbers: Step) -> Tensor:
     """
     dtype = compute_dtype(p.dtype)
     wide, g = p.to(dtype), g.to(dtype)
-    c = numbers.clip(-g if numbers.maximize else g)
+    c = numbers.clip(-g if numbers.maximize and numbers.momentum is None else g)
     decayed = wide if numbers.weight_decay == 0 else wide * rounded(numbers.decay(dtype), dtype)
     return fma(-rounded(numbers.lr, dtype), c, decayed).to(p.dtype)
 

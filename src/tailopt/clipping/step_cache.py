@@ -19,7 +19,7 @@ from tailopt.clipping.kernels.kernel import PLAIN_TYPES, StepGroup, row
 from tailopt.clipping.memory import check_memory
 from tailopt.clipping.operators import compute_dtype
 from tailopt.clipping.reference import Step
-from tailopt.native.calls import DTYPES, addresses, sizes
+from tailopt.native.calls import DTYPES, addresses, dtype_codes, sizes
 from tailopt.native.clip import StepRows
 
 
@@ -36,9 +36,9 @@ class StepCache:
     def __init__(self, reused: bool = True) -> None:
         self._reused = reused
         self._matches: Callable[..., bool] | None = None  # compares tensors with those of the last step
-        self.sizes, self.dtype_codes = array("q"), array("i")
+        self.sizes, self.dtype_codes, self.momentum_codes = array("q"), array("i"), array("i")
         self._compute_dtypes: list[torch.dtype] = []  # by parameter
-        self.param_addresses, self._grad_addresses = array("Q"), array("Q")
+        self.param_addresses, self._grad_addresses, self._momentum_addresses = array("Q"), array("Q"), array("Q")
         self.distinct = True  # no parameter is in the list twice
         self._steps: list[Step] = []  # of the last batches; empty if a tensor that may change is among their numbers
         self._lengths: list[int] = []  # parameters in each of the last batches
@@ -48,34 +48,35 @@ class StepCache:
     def __reduce__(self) -> tuple[type[StepCache], tuple[bool]]:
         return StepCache, (self._reused,)  # addresses are of this process and these tensors: a copy starts empty
 
-    def prepare(self, params: list[Tensor], grads: list[Tensor]) -> bool:
+    def prepare(self, params: list[Tensor], grads: list[Tensor], momenta: list[Tensor]) -> bool:
         """Bring sizes, types and addresses up to date; False if the C kernel cannot take these tensors."""
         try:
-            if not self._recognises(params, grads):
+            if not self._recognises(params, grads, momenta):
                 self._matches = None  # nothing is known until everything is
-                if not go_together(params, grads):
+                if not go_together(params, grads, momenta):
                     return False
-                self.learn(params)
+                self.learn(params, momenta)
                 if self._reused:
-                    self._matches = _comparison(params + grads)
+                    self._matches = _comparison(params + grads + momenta)
             self.locate(params)
             return True
         except RuntimeError:  # a tensor without memory of its own, as inside a function transform
             return False
 
-    def _recognises(self, params: list[Tensor], grads: list[Tensor]) -> bool:
+    def _recognises(self, params: list[Tensor], grads: list[Tensor], momenta: list[Tensor]) -> bool:
         """Whether these tensors have the types, sizes and strides of the last ones."""
-        if self._matches is None or len(params) != len(self.sizes):
+        if self._matches is None or len(params) != len(self.sizes) or len(momenta) != len(self.momentum_codes):
             return False
-        return self._matches(*params, *grads)
+        return self._matches(*params, *grads, *momenta)
 
-    def learn(self, params: list[Tensor]) -> None:
+    def learn(self, params: list[Tensor], momenta: list[Tensor]) -> None:
         """Sizes and types of parameters that the C kernel can take."""
         dtypes = list(map(_DTYPE, params))
         self.sizes, self.dtype_codes = sizes(params), array("i", [DTYPES[t] for t in dtypes])
+        self.momentum_codes = dtype_codes(momenta)
         self._compute_dtypes = [compute_dtype(t) for t in dtypes]
         self._steps, self._lengths = [], []
-        self.param_addresses = self._grad_addresses = array("Q")
+        self.param_addresses = self._grad_addresses = self._momentum_addresses = array("Q")
 
     def locate(self, params: list[Tensor]) -> None:
         """Addresses of the parameters: they may change while everything else stays."""
@@ -91,6 +92,14 @@ class StepCache:
         if now != self._grad_addresses:
             check_memory(grads, now)
             self._grad_addresses = now
+        return now
+
+    def locate_momenta(self, momenta: list[Tensor]) -> array[int]:
+        """Addresses of the momenta, all of which have memory."""
+        now = addresses(momenta)
+        if now != self._momentum_addresses:
+            check_memory(momenta, now)
+            self._momentum_addresses = now
         return now
 
     def same_steps(self, batches: Sequence[StepGroup]) -> bool:
@@ -112,7 +121,8 @@ class StepCache:
         self._rows = array("d")
         for k, dtype in self._row_sources:
             self._rows.extend(row(batches[k].step, dtype))
-        fixed = not any(isinstance(t, Tensor) for batch in batches for t in (batch.step.lr, *batch.step.clip))
+        numbers = (t for batch in batches for t in (batch.step.lr, *batch.step.clip, *(batch.step.momentum or ())))
+        fixed = not any(isinstance(t, Tensor) for t in numbers)
         self._steps = [batch.step for batch in batches] if fixed else []
         return StepRows(self._rows, self._row_of_param)
 
@@ -129,14 +139,18 @@ class StepCache:
             self._row_of_param.extend([row_of_type[t] for t in types])
 
 
-def go_together(params: list[Tensor], grads: list[Tensor]) -> bool:
-    """Whether the C kernel can walk through parameters and gradients side by side."""
+def go_together(params: list[Tensor], grads: list[Tensor], momenta: list[Tensor]) -> bool:
+    """Whether the C kernel can walk through parameters, gradients and momenta side by side."""
     dtypes = list(map(_DTYPE, params))
     return (
         set(dtypes) <= DTYPES.keys()
         and list(map(_DTYPE, grads)) == dtypes
-        and _are_flat(params + grads)
+        and _are_flat(params + grads + momenta)
         and sizes(params) == sizes(grads)
+        and (not momenta or sizes(params) == sizes(momenta))
+        # doubles go with doubles only
+        and all((p == torch.float64) == (m.dtype == torch.float64) for p, m in zip(dtypes, momenta, strict=False))
+        and {m.dtype for m in momenta} <= DTYPES.keys()
     )
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tailopt.distributed.local_state import load_exact_state
 from tailopt.distributed.run_length import run_length_decode, run_length_encode
 from tailopt.optimizers.biclip import BiClip
+from tailopt.optimizers.exact_state import load_exact_state
 from tailopt.optimizers.l2clip import L2Clip
 from tailopt.rounds.guard import Bound, bound
 from tailopt.rounds.hyperparameters import RuleHyperparameters

@@ -17,10 +17,10 @@ import torch
 from tailopt.arguments import check_counts, check_flags, check_function, checked_loggers
 from tailopt.distributed.checkpointing import CheckpointCoordinator, Resumed
 from tailopt.distributed.local_round import LocalRound
-from tailopt.distributed.local_state import restore_rng_states, rng_states
 from tailopt.distributed.node import Node
 from tailopt.distributed.rank_group import RankGroup
 from tailopt.distributed.resume_checks import FirstInputs, Rates, rates
+from tailopt.distributed.rng_state import restore_rng_states, rng_states
 from tailopt.distributed.shared_state import restore
 from tailopt.rounds.round import DivergedState
 

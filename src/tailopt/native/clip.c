@@ -6,10 +6,13 @@
  */
 #include "elements.h"
 
-enum { BICLIP, RESCALE, COUNT };    /* clip by value; (g*s/n)*t; count only */
+enum { BICLIP, RESCALE, COUNT, MOMENTUM };    /* clip by value; (g*s/n)*t; count only; clip a mean of gradients by value */
 enum { STRIDE = 32, BINS = 256 };
 
-typedef struct { double neg_lr, decay, maximize, u, d, dead_zone, scale, norm, target; } Row;
+typedef struct {
+    double neg_lr, decay, maximize, u, d, dead_zone, scale, norm, target;
+    double beta, rest, limit, correction;   /* momentum: beta, 1 - beta, u / (1 - beta), 1 - beta^k */
+} Row;
 typedef struct { int64_t elements, zero, below, above, nonfinite; double squares, largest; } Counters;
 typedef struct {
     int op, dtype;
@@ -20,6 +23,8 @@ typedef struct {
     const Row *row;
     Counters *counters;                   /* NULL: do not count */
     uint64_t *bins;                 /* NULL: no histogram; a bin is count << 40 | sum of log2 fractions, 16 bits each */
+    void *m;                        /* MOMENTUM only */
+    int m_dtype;
 } Unit;
 
 /* ---- one element; the order of the comparisons lets NaN through ---- */
@@ -218,9 +223,92 @@ INLINE void unit(const Unit *w) {
     if (w->counters) fold(lane, w->counters);
 }
 
+/* ---- momentum: m is a mean of clamped gradients, and what is clipped and counted is m / (1 - beta^k) ---- */
+
+enum { MEANS = 1024 };              /* elements at a time: p, g, m and the means stay in the first cache as floats */
+
+#define MOMENTUM_RUN(REAL, SUFFIX, FMA)                                                                              \
+    INLINE void momentum_run_##SUFFIX(REAL *restrict p, const REAL *restrict g, REAL *restrict m, REAL *restrict mean, \
+                                      int64_t n, const Row *row, int maximize) {                                    \
+        const Row_##SUFFIX r = row_##SUFFIX(row);                                                                   \
+        const REAL beta = (REAL)row->beta, rest = (REAL)row->rest, limit = (REAL)row->limit, correction = (REAL)row->correction; \
+        for (int64_t i = 0; i < n; i++) {                                                                           \
+            REAL x = maximize ? -g[i] : g[i];                                                                       \
+            x = x < -limit ? -limit : x; /* NaN passes */                                                           \
+            x = x > limit ? limit : x;                                                                              \
+            m[i] = FMA(rest, x, beta * m[i]);                                                                       \
+            mean[i] = m[i] / correction;                                                                            \
+            p[i] = biclip_##SUFFIX(p[i], mean[i], &r, 0);                                                           \
+        }                                                                                                           \
+    }
+
+MOMENTUM_RUN(float, f32, fmaf)
+MOMENTUM_RUN(double, f64, fma)
+
+INLINE void narrow(int dtype, const float *x, int64_t n, void *out) {
+    uint16_t *h = out;
+    /* unlike in SWEEP_16, a NaN may come from an fp32 gradient, with any bits in its lower half */
+    if (dtype == BF16) for (int64_t i = 0; i < n; i++) h[i] = x[i] == x[i] ? (uint16_t)(bf16_round(x[i]) >> 16) : 0x7fc0;
+    else for (int64_t i = 0; i < n; i++) h[i] = f16_narrow(x[i]);
+}
+
+/* The sample of a mean: the lines that `sample` would take of a gradient in fp32. */
+INLINE void sample_means(const Unit *w, int64_t at, const float *mean, int64_t n) {
+    const int64_t line = LINE / 4;
+    if (w->sample_offset < 0) histogram(mean, n, w->bins);
+    else for (int64_t i = 0; i < n; i += line)
+        if ((at + i) / line % STRIDE == w->sample_offset) histogram(mean + i, n - i < line ? n - i : line, w->bins);
+}
+
+INLINE void momentum_f64(const Unit *w) {
+    double lane[LANES] = {0}, mean[MEANS];
+    float wide[MEANS];
+    double *p = w->p, *m = w->m;
+    const double *g = w->g;
+    for (int64_t at = 0; at < w->count; at += MEANS) {
+        const int64_t n = w->count - at < MEANS ? w->count - at : MEANS;
+        momentum_run_f64(p + at, g + at, m + at, mean, n, w->row, w->row->maximize != 0);
+        if (w->counters) count_f64(mean, n, w->row, w->counters, lane);
+        if (w->bins) widen(F64, (const char *)mean, n, wide), sample_means(w, at, wide, n);
+    }
+    if (w->counters) fold(lane, w->counters);
+}
+
+INLINE void momentum_f32(const Unit *w) {
+    double lane[LANES] = {0};
+    float mean[MEANS], p_wide[MEANS], g_wide[MEANS], m_wide[MEANS];
+    const int64_t size = size_of(w->dtype), m_size = size_of(w->m_dtype);
+    for (int64_t at = 0; at < w->count; at += MEANS) {
+        const int64_t n = w->count - at < MEANS ? w->count - at : MEANS;
+        char *p_here = (char *)w->p + at * size, *m_here = (char *)w->m + at * m_size;
+        const char *g_here = (const char *)w->g + at * size;
+        next_page(g_here), next_page(p_here), next_page(m_here);
+        if (w->dtype == F32 && w->m_dtype == F32) {
+            momentum_run_f32((float *)p_here, (const float *)g_here, (float *)m_here, mean, n, w->row, w->row->maximize != 0);
+        } else {
+            float *p = w->dtype == F32 ? (float *)p_here : p_wide, *m = w->m_dtype == F32 ? (float *)m_here : m_wide;
+            const float *g = w->dtype == F32 ? (const float *)g_here : g_wide;
+            if (w->dtype != F32) widen(w->dtype, p_here, n, p_wide), widen(w->dtype, g_here, n, g_wide);
+            if (w->m_dtype != F32) widen(w->m_dtype, m_here, n, m_wide);
+            momentum_run_f32(p, g, m, mean, n, w->row, w->row->maximize != 0);
+            if (w->dtype != F32) narrow(w->dtype, p_wide, n, p_here);
+            if (w->m_dtype != F32) narrow(w->m_dtype, m_wide, n, m_here);
+        }
+        if (w->counters) count_f32(mean, n, w->row, w->counters, lane);
+        if (w->bins) sample_means(w, at, mean, n);
+    }
+    if (w->counters) fold(lane, w->counters);
+}
+
+INLINE void any_unit(const Unit *w) {
+    if (w->op != MOMENTUM) unit(w);
+    else if (w->dtype == F64) momentum_f64(w);
+    else momentum_f32(w);
+}
+
 /* ---- instruction sets ---- */
 
-static void unit_portable(const Unit *w) { unit(w); }
+static void unit_portable(const Unit *w) { any_unit(w); }
 
 #ifdef X86
 #include <immintrin.h>
@@ -317,12 +405,12 @@ __attribute__((target("avx2,fma"))) static void biclip_f32_avx2(const Unit *w) {
 
 __attribute__((target("avx2,fma"))) static void unit_avx2(const Unit *w) {
     if (HANDMADE(w)) biclip_f32_avx2(w);
-    else unit(w);
+    else any_unit(w);
 }
 
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512"))) static void unit_avx512(const Unit *w) {
     if (HANDMADE(w)) biclip_f32_avx2(w);
-    else unit(w);
+    else any_unit(w);
 }
 
 #endif
@@ -339,9 +427,9 @@ static void (*const RUN[VARIANTS])(const Unit *) = {
 
 typedef struct {
     int op, variant, sample_offset, tensors;
-    const uint64_t *p, *g;          /* addresses; p is not read for COUNT */
+    const uint64_t *p, *g, *m;      /* addresses; p is not read for COUNT, m only for MOMENTUM */
     const int64_t *count;
-    const int32_t *dtype, *row, *slot;
+    const int32_t *dtype, *m_dtype, *row, *slot;
     const Row *rows;
     Counters *counters;                   /* one per slot, added to; or NULL */
     uint64_t *bins, *logs;          /* BINS per slot each, added to; or NULL */
@@ -377,7 +465,8 @@ static void share(const Pass *s, int64_t *next) {
             const int64_t byte = at * size_of(s->dtype[i]);
             Unit w = {s->op, s->dtype[i], n - at < UNIT ? n - at : UNIT, n < UNIT ? -1 : s->sample_offset,
                       s->op == COUNT ? NULL : (char *)(uintptr_t)s->p[i] + byte, (const char *)(uintptr_t)s->g[i] + byte,
-                      s->rows + s->row[i], s->partial ? s->partial + index : NULL, s->bins ? table : NULL};
+                      s->rows + s->row[i], s->partial ? s->partial + index : NULL, s->bins ? table : NULL, NULL, F32};
+            if (s->op == MOMENTUM) w.m = (char *)(uintptr_t)s->m[i] + at * size_of(s->m_dtype[i]), w.m_dtype = s->m_dtype[i];
             RUN[s->variant](&w);
             if (s->bins && ++in_table == 128) flush(table, s->bins + (int64_t)s->slot[i] * BINS, s->logs + (int64_t)s->slot[i] * BINS), in_table = 0;
         }
@@ -386,10 +475,10 @@ static void share(const Pass *s, int64_t *next) {
 }
 
 /* Returns 0, or -1 if there was no memory for the partial sums; then nothing was changed. */
-EXPORT int tailopt_pass(int op, int variant, int threads, int tensors, const uint64_t *p, const uint64_t *g,
-                        const int64_t *count, const int32_t *dtype, const int32_t *row, const double *rows,
-                        const int32_t *slot, void *counters, uint64_t *bins, uint64_t *logs, int sample_offset) {
-    Pass s = {op, variant, sample_offset, tensors, p, g, count, dtype, row, slot,
+EXPORT int tailopt_pass(int op, int variant, int threads, int tensors, const uint64_t *p, const uint64_t *g, const uint64_t *m,
+                        const int64_t *count, const int32_t *dtype, const int32_t *m_dtype, const int32_t *row,
+                        const double *rows, const int32_t *slot, void *counters, uint64_t *bins, uint64_t *logs, int sample_offset) {
+    Pass s = {op, variant, sample_offset, tensors, p, g, m, count, dtype, m_dtype, row, slot,
               (const Row *)rows, (Counters *)counters, bins, logs, NULL};
     int64_t total = 0, units = 0, next = 0;
     for (int i = 0; i < tensors; i++) total += count[i], units += (count[i] + UNIT - 1) / UNIT;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from torch import Tensor
 from tailopt.native.calls import Variants, addresses, dtype_codes, pointer, sizes
 
 BINS = 256  # octaves of a histogram
-OPERATIONS = {"biclip": 0, "rescale": 1, "count": 2}
+NO_MOMENTUM = (0.0, 1.0, math.inf, 1.0)  # the last numbers of a row: beta, 1 - beta, u / (1 - beta), 1 - beta^k
+OPERATIONS = {"biclip": 0, "rescale": 1, "count": 2, "momentum": 3}
 
 
 @dataclass
@@ -53,10 +55,12 @@ class TensorTable(NamedTuple):
     grads: array[int]
     sizes: array[int]
     dtypes: array[int]
+    momenta: array[int] | None = None  # addresses, for the operation "momentum"
+    momentum_dtypes: array[int] | None = None
 
 
 class StepRows(NamedTuple):
-    """The numbers of the steps, 9 per row as `Row` in clip.c, and which row each tensor gets."""
+    """The numbers of the steps, 13 per row as `Row` in clip.c, and which row each tensor gets."""
 
     numbers: Sequence[float]
     row_of_tensor: Sequence[int]
@@ -68,7 +72,7 @@ class ClipCalls:
     def __init__(self, handle: ctypes.CDLL, variants: Variants) -> None:
         self._variants = variants
         self._pass: Any = handle.tailopt_pass
-        self._pass.argtypes = [ctypes.c_int] * 4 + [ctypes.c_void_p] * 10 + [ctypes.c_int]
+        self._pass.argtypes = [ctypes.c_int] * 4 + [ctypes.c_void_p] * 12 + [ctypes.c_int]
         self._pass.restype = ctypes.c_int
 
     def run(
@@ -112,8 +116,10 @@ class ClipCalls:
             n,
             pointer(tensors.params),
             pointer(tensors.grads),
+            pointer(tensors.momenta),
             pointer(tensors.sizes),
             pointer(tensors.dtypes),
+            pointer(tensors.momentum_dtypes),
             pointer(row),
             pointer(numbers),
             pointer(slot),

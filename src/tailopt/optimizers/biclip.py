@@ -1,4 +1,4 @@
-"""BiClip as a torch optimizer: every coordinate clipped from both sides, no state, the memory of SGD."""
+"""BiClip as a torch optimizer: every coordinate clipped from both sides; no state without momentum."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from tailopt.clipping.counts import StatisticsRecorder
 from tailopt.clipping.dispatch import update
 from tailopt.clipping.dtensor import local_pair
 from tailopt.clipping.kernels.kernel import StepGroup
+from tailopt.clipping.momentum import check_momentum
 from tailopt.clipping.norms import auto_dead_zone, largest
 from tailopt.clipping.operators import Number, compute_dtype
-from tailopt.clipping.reference import ClipByValue, Step
+from tailopt.clipping.reference import ClipByValue, Momentum, Step
 from tailopt.clipping.step_cache import StepCache
 from tailopt.optimizers.clipping_optimizer import ClippingOptimizer, Gathered, Group, GroupAndStep, ScopeOf
+from tailopt.optimizers.exact_state import restore_exact_types
 from tailopt.optimizers.threshold_warning import ThresholdCheck
 
 
@@ -29,6 +31,13 @@ class BiClip(ClippingOptimizer):
     One step moves a coordinate by at least lr * d and at most lr * u, whatever the gradient's tail; a zero gradient
     moves nothing. No state is kept: memory is that of SGD without momentum. Computed in fp32 for fp32, bf16 and fp16,
     in fp64 for fp64, with one fused multiply-add and one rounding at the store.
+
+    With `momentum` beta above 0, a mean of the gradients takes the place of g, and the bound lr * u stays:
+
+        m <- beta * m + (1 - beta) * min(max(g, -u / (1 - beta)), u / (1 - beta))
+        g <- m / (1 - beta^k)                                  in the k-th step since m was 0
+
+    One outlier adds at most u to m, so that it is forgotten after as many steps as any gradient of that size.
 
     Thresholds that do nothing are warned of, once: where at least 99.9 % of a tensor's nonzero gradient coordinates are
     at or below d < u, and lr * d is below 1e-4 of its RMS weight. That is looked at in steps 1, 10, 100 and every
@@ -42,6 +51,9 @@ class BiClip(ClippingOptimizer):
             (row- and column-wise thresholds).
         d: lower threshold, 0 <= d <= u, likewise.
         weight_decay: decoupled, as in AdamW.
+        momentum: 0 <= momentum < 1, such as 0.9; 0 keeps no state. Thresholds and statistics refer to the mean.
+        momentum_dtype: the type of m: by default fp32 (fp64 for fp64); torch.bfloat16 (2 bytes per parameter) or the
+            parameter's own type.
         dead_zone: coordinates with |g| <= dead_zone stay unmoved. "auto": 4 * eps * max|g| over all parameters, for
             those whose true gradient is zero (a bias before BatchNorm), where d would make a full step of rounding
             noise; it costs a read of the gradients. It does not cure gradients computed wholly in bf16.
@@ -63,7 +75,7 @@ class BiClip(ClippingOptimizer):
         tensor([0.9000, 0.9500])
     """
 
-    optional = {**ClippingOptimizer.optional, "dead_zone": 0.0}
+    optional = {**ClippingOptimizer.optional, "dead_zone": 0.0, "momentum": 0.0, "momentum_dtype": None}
     not_counted = (
         "Nothing was counted: this BiClip was built with statistics=False. Build it with statistics=True (or "
         '"counts", or "complete"), or count given gradients with tailopt.count.'
@@ -77,6 +89,8 @@ class BiClip(ClippingOptimizer):
         d: Number = 1e-2,
         *,
         weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        momentum_dtype: torch.dtype | None = None,
         dead_zone: float | str = 0.0,
         nonfinite: str = "propagate",
         statistics: bool | str = False,
@@ -87,6 +101,7 @@ class BiClip(ClippingOptimizer):
         fused: bool | None = None,
     ) -> None:
         defaults: Group = {"lr": lr, "u": u, "d": d, "weight_decay": weight_decay}
+        defaults |= {"momentum": momentum, "momentum_dtype": momentum_dtype}
         defaults |= {"dead_zone": dead_zone, "nonfinite": nonfinite, "maximize": maximize, "foreach": foreach}
         defaults |= {"capturable": capturable, "differentiable": differentiable, "fused": fused}
         super().__init__(params, defaults, statistics)
@@ -94,6 +109,39 @@ class BiClip(ClippingOptimizer):
     def _init_runtime(self) -> None:
         super()._init_runtime()
         self._threshold_check = ThresholdCheck()
+        self._momentum_cache = StepCache()
+
+    def check(self, group: Group, params: Sequence[Tensor] = (), at_step: bool = False) -> None:
+        """Raise for a group that cannot be used."""
+        check_momentum(group["momentum"])
+        dtype = group["momentum_dtype"]
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"Invalid momentum_dtype: {dtype!r}; need a floating torch.dtype, or None.")
+        super().check(group, params, at_step)
+
+    def _init_group(
+        self,
+        group: Group,
+        params: list[Tensor],
+        grads: list[Tensor],
+        momenta: list[Tensor],
+        step_counts: list[Tensor],
+    ) -> bool:
+        first = len(params)
+        super()._init_group(group, params, grads, momenta, step_counts)
+        if group["momentum"]:
+            for p in params[first:]:
+                state = self.state[p]
+                if "momentum_buffer" not in state:
+                    state |= _empty_state(p, group)
+                momenta.append(state["momentum_buffer"])
+                step_counts.append(_where_needed(state, p, group))
+        return False
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load settings and momenta; a momentum keeps the type that it was saved in."""
+        super().load_state_dict(state_dict)
+        restore_exact_types(self, state_dict)
 
     def lower_thresholds(self, group: Group) -> list[tuple[str, Number]]:
         """Return the settings of a group that must not exceed u: d, and a dead zone that is a number."""
@@ -106,16 +154,26 @@ class BiClip(ClippingOptimizer):
         slot = self._slots() if self._statistics is not None else {}
         top = None
         batches: list[GroupAndStep] = []
-        for group, params, grads in gathered:
+        for group, params, grads, momenta, step_counts in gathered:
             if top is None and group["dead_zone"] == "auto":
                 top = _largest_gradient(gathered)
             for positions, step in self._steps(group, params, top):
                 ps = params if positions is None else [params[i] for i in positions]
                 gs = grads if positions is None else [grads[i] for i in positions]
-                batches.append((group, StepGroup(ps, gs, step, [slot[id(p)] for p in ps] if slot else ())))
+                batch = StepGroup(ps, gs, step, [slot[id(p)] for p in ps] if slot else ())
+                if momenta:
+                    chosen = range(len(params)) if positions is None else positions
+                    batch = batch._replace(
+                        momenta=[momenta[i] for i in chosen], step_counts=[step_counts[i] for i in chosen]
+                    )
+                    batches += [(group, part) for part in _by_step_count(batch, group["momentum"])]
+                else:
+                    batches.append((group, batch))
         if not torch.compiler.is_compiling() and self._threshold_check.due():
             names = self.names()
-            self._threshold_check.look(batches, {key: names[slot] for key, slot in self._slots().items()})
+            # thresholds that refer to a mean are not compared with gradients
+            plain = [(group, batch) for group, batch in batches if not batch.momenta]
+            self._threshold_check.look(plain, {key: names[slot] for key, slot in self._slots().items()})
         return batches, lambda b, i: id(batches[b][1].params[i])  # every tensor is skipped on its own
 
     def _steps(self, group: Group, params: Sequence[Tensor], top: Tensor | None) -> list[tuple[list[int] | None, Step]]:
@@ -134,18 +192,55 @@ class BiClip(ClippingOptimizer):
         return steps
 
     def _run(self, kind: str, batches: Sequence[StepGroup], recorder: StatisticsRecorder | None) -> None:
-        if kind == "fused":
-            _fused_biclip(batches, self._step_cache, recorder)
-        elif kind == "single":
-            _single_tensor_biclip(batches, recorder)
-        else:
-            _multi_tensor_biclip(batches, self._step_cache, recorder, "foreach" if kind == "foreach" else None)
+        without = [batch for batch in batches if not batch.momenta]
+        with_momentum = [batch for batch in batches if batch.momenta]
+        for several, cache in ((without, self._step_cache), (with_momentum, self._momentum_cache)):
+            if not several:
+                continue
+            if kind == "fused":
+                _fused_biclip(several, cache, recorder)
+            elif kind == "single":
+                _single_tensor_biclip(several, recorder)
+            else:
+                _multi_tensor_biclip(several, cache, recorder, "foreach" if kind == "foreach" else None)
+        for batch in with_momentum:  # only now: a step that raised is no step
+            torch._foreach_add_(list(batch.step_counts), 1)
+
+
+def _empty_state(p: Tensor, group: Group) -> dict[str, Tensor]:
+    """The state of a parameter before its first step with momentum."""
+    dtype = group["momentum_dtype"] or compute_dtype(p.dtype)
+    m = torch.zeros_like(p, dtype=p.dtype if p.is_complex() else dtype, requires_grad=False)
+    return {"momentum_buffer": m, "step": torch.zeros((), dtype=torch.float32, device="cpu")}
+
+
+def _where_needed(state: dict[str, Any], p: Tensor, group: Group) -> Tensor:
+    """The count of steps on the parameter's device where the host must not wait for it, else on the CPU."""
+    device = p.device if group["capturable"] or (group["nonfinite"] == "skip" and not p.is_cpu) else torch.device("cpu")
+    if state["step"].device != device:
+        state["step"] = state["step"].to(device)
+    step: Tensor = state["step"]
+    return step
+
+
+def _by_step_count(batch: StepGroup, beta: float) -> list[StepGroup]:
+    """The batch, or several, each with the numbers of its step since m was 0."""
+    if torch.compiler.is_compiling() or not all(count.is_cpu for count in batch.step_counts):
+        corrections = [1 - beta ** (count.double() + 1) for count in batch.step_counts]
+        step = batch.step._replace(momentum=Momentum(beta, 1.0))
+        return [batch._replace(step=step, corrections=corrections)]
+    counts = [int(count) for count in batch.step_counts]
+    result = []
+    for k in dict.fromkeys(counts):
+        part = batch if counts.count(k) == len(counts) else batch.only([i for i, n in enumerate(counts) if n == k])
+        result.append(part._replace(step=batch.step._replace(momentum=Momentum.at(beta, k + 1))))
+    return result
 
 
 def _largest_gradient(gathered: Gathered) -> Tensor:
     """max|g| over all parameters."""
-    owners = [p for _, params, _ in gathered for p in params]
-    grads = [g for _, _, grads in gathered for g in grads]
+    owners = [p for one in gathered for p in one.params]
+    grads = [g for one in gathered for g in one.grads]
     return largest([local_pair(p, g)[1] for p, g in zip(owners, grads, strict=True)], owners)
 
 

@@ -1,7 +1,7 @@
 """What BiClip and L2Clip share: the step, groups that are checked before anything moves, policies, statistics.
 
 There is no arithmetic here. A step gathers parameters and gradients, validates, and passes batches to
-`clipping.dispatch`. `self.state` is never read: it is a defaultdict, and reading would create entries.
+`clipping.dispatch`. `self.state` is a defaultdict: only an optimizer that keeps state reads it, since that creates it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +30,21 @@ from tailopt.optimizers.threshold_warning import warn_caller
 POLICIES = ("propagate", "skip", "raise")
 STATISTICS = {False: None, "counts": "counts", True: "sampled", "complete": "complete"}
 Group = dict[str, Any]
-Gathered = list[tuple[Group, list[Tensor], list[Tensor]]]  # groups with their parameters that have gradients
 GroupAndStep = tuple[Group, StepGroup]
 ScopeOf = Callable[[int, int], int]  # (batch, position in it) -> which tensors are skipped together
+
+
+class GatheredGroup(NamedTuple):
+    """A group, its parameters that have gradients, and what an optimizer with momentum keeps of them."""
+
+    group: Group
+    params: list[Tensor]
+    grads: list[Tensor]
+    momenta: list[Tensor]
+    step_counts: list[Tensor]
+
+
+Gathered = list[GatheredGroup]
 
 
 class CheckedGroups:
@@ -187,8 +199,15 @@ class ClippingOptimizer(Optimizer):
 
     # ---- a step ----
 
-    def _init_group(self, group: Group, params: list[Tensor], grads: list[Tensor]) -> bool:
-        """Append the group's parameters that have gradients, and the gradients.
+    def _init_group(
+        self,
+        group: Group,
+        params: list[Tensor],
+        grads: list[Tensor],
+        momenta: list[Tensor],
+        step_counts: list[Tensor],
+    ) -> bool:
+        """Append the group's parameters that have gradients, the gradients, and their momenta, where it has momentum.
 
         The name and the returned flag (in torch: whether a gradient is of a special kind) are torch's, because
         torch.compile calls this method by name.
@@ -243,12 +262,14 @@ class ClippingOptimizer(Optimizer):
         for group in self.param_groups:
             params: list[Tensor] = []
             grads: list[Tensor] = []
-            self._init_group(group, params, grads)
+            momenta: list[Tensor] = []
+            step_counts: list[Tensor] = []
+            self._init_group(group, params, grads, momenta, step_counts)
             if group["fused"]:
                 _check_fused(params, grads, type(self).__name__.lower())
             if group["capturable"] and not tracing:
                 _check_capturable(params)
-            gathered.append((group, params, grads))
+            gathered.append(GatheredGroup(group, params, grads, momenta, step_counts))
         return gathered
 
     def _warn_of_decay(self, group: Group) -> None:
@@ -272,8 +293,8 @@ class ClippingOptimizer(Optimizer):
             return False
         if scale is not None:
             inverse = scale.double().reciprocal().float()  # as the scaler forms it: both protocols give the same bits
-            for _, _, grads in gathered:
-                for g in grads:
+            for gathered_group in gathered:
+                for g in gathered_group.grads:
                     (g._values() if g.is_sparse else g).mul_(inverse.to(g.device))
         return True
 
@@ -311,7 +332,9 @@ class ClippingOptimizer(Optimizer):
             verdict = verdicts[scope_of(b, i)]
             self._recorder.skip(slots[id(owners[k])], n_slots, verdict)
             if not verdict.is_cpu:
-                saved.append((owners[k], owners[k].clone(), verdict))
+                batch = batches[b][1]
+                state = [batch.momenta[i], batch.step_counts[i]] if batch.momenta else []
+                saved += [(tensor, tensor.clone(), verdict) for tensor in (owners[k], *state)]
             elif bool(verdict):
                 dropped.add((b, i))
         return [(group, _without(batch, b, dropped)) for b, (group, batch) in enumerate(batches)], saved
@@ -367,9 +390,7 @@ class ClippingOptimizer(Optimizer):
 
 def _without(batch: StepGroup, b: int, dropped: set[tuple[int, int]]) -> StepGroup:
     """The b-th batch without the tensors that are dropped from it."""
-    stay = [i for i in range(len(batch.params)) if (b, i) not in dropped]
-    slots = [batch.slots[i] for i in stay] if batch.slots else ()
-    return StepGroup([batch.params[i] for i in stay], [batch.grads[i] for i in stay], batch.step, slots)
+    return batch.only([i for i in range(len(batch.params)) if (b, i) not in dropped])
 
 
 def _restore(saved: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:

@@ -108,7 +108,7 @@ def _batches_by_scope(gathered: Gathered) -> tuple[list[GroupAndStep], list[int]
     places: list[tuple[Group, list[Tensor], list[Tensor], int, torch.dtype]] = []
     norms: dict[Any, int] = {}
     scope_of: list[int] = []
-    for k, (group, params, grads) in enumerate(gathered):
+    for k, (group, params, grads, *_) in enumerate(gathered):
         if group["scope"] == "tensor":
             parts = [([p], [g], (k, i)) for i, (p, g) in enumerate(zip(params, grads, strict=True))]
         else:
@@ -125,7 +125,7 @@ def _batches_by_scope(gathered: Gathered) -> tuple[list[GroupAndStep], list[int]
         return [], []
     grads = [g for _, _, gs, _, _ in places for g in gs]
     local = [local_pair(p, g)[1] for p, g in zip(owners, grads, strict=True)]
-    traced = torch.compiler.is_compiling() or any(group["differentiable"] for group, _, _ in gathered)
+    traced = torch.compiler.is_compiling() or any(one.group["differentiable"] for one in gathered)
     scopes = [scope for _, ps, _, scope, _ in places for _ in ps]
     requests = [NormRequest(scope, group["u"], group["d"], dtype) for group, _, _, scope, dtype in places]
     clips = scalings(local, owners, scopes, len(norms), requests, traced)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tailopt.records.history import child_path, quoted_names, type_name
@@ -20,9 +21,10 @@ from tailopt.records.history import child_path, quoted_names, type_name
 def pack(state: Any, name: str = "state") -> tuple[dict[str, Tensor], Any]:
     """Separate a nested state into its tensors, by name, and the plain values, with tensor names in their places.
 
-    State is made of dicts, lists and tuples with tensors, None, bool, int, float and str. Dicts of any type come back
-    as dict. Tensors are not copied; a tensor that occurs twice comes back as two. The plain values can go into `meta`:
-    {"$tensor": name}, {"$tuple": [...]} and {"$dict": [[key, value], ...]} represent what JSON lacks.
+    State is made of dicts, lists and tuples with tensors, None, bool, int, float, str and torch.dtype. Dicts of any
+    type come back as dict. Tensors are not copied; a tensor that occurs twice comes back as two. The plain values can
+    go into `meta`: {"$tensor": name}, {"$dtype": name}, {"$tuple": [...]} and {"$dict": [[key, value], ...]}
+    represent what JSON lacks.
 
     Args:
         state: what to save.
@@ -62,6 +64,8 @@ def unpack(tensors: Mapping[str, Tensor], packed: Any) -> Any:
                     "packed with."
                 )
             return tensors[name]
+        case {"$dtype": str(name)}:
+            return dtype_named(name)
         case {"$tuple": list(items)}:
             return tuple(unpack(tensors, item) for item in items)
         case {"$dict": list(pairs)}:
@@ -85,8 +89,18 @@ def tensor_names(packed: Any) -> list[str]:
     return [name for item in packed.values() for name in tensor_names(item)]
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """Return the type of torch with this name; ValueError for any other attribute of torch."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"The state has a dtype {name!r}, which this torch does not have.")
+    return dtype
+
+
 def _without_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """Return a value with names in place of its tensors, which are added to `tensors`."""
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
     if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, float):

@@ -3,18 +3,22 @@
     biclip   x <- fma(-lr, biclip(g; u, d), x * (1 - lr * weight_decay))
     sign     the same with u = d = 1
 
-No state. One step moves a coordinate by at most lr * u, decay aside. The kernels of `clipping.dispatch` take the step.
+With momentum a mean of clamped gradients takes the place of g (`clipping.reference`), and is the only state. One step
+moves a coordinate by at most lr * u, decay aside. The kernels of `clipping.dispatch` take the step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from tailopt.clipping.dispatch import update
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.norms import auto_dead_zone, largest
 from tailopt.clipping.operators import compute_dtype
-from tailopt.clipping.reference import ClipByValue, Step
+from tailopt.clipping.reference import ClipByValue, Momentum, Step
 from tailopt.clipping.step_cache import StepCache
 from tailopt.rules.rule import Hyperparameters, Rule, States, StepBound, Tensors, Thresholds, as_list, product
 
@@ -23,16 +27,38 @@ def _biclip(
     params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
     names = ("lr", "u", "d")
+    momentum = float(hparams.get("momentum", 0.0))
     if not any(isinstance(hparams[name], list) for name in names) and not isinstance(hparams.get("dead_zone"), str):
         clip = ClipByValue(hparams["u"], hparams["d"], hparams.get("dead_zone", 0.0))
         step = Step(clip, hparams["lr"], hparams.get("weight_decay", 0.0))
-        update([StepGroup(list(params), list(grads), step)], cache=cache)
-        return
-    n = len(params)
-    decay = hparams.get("weight_decay", 0.0)
-    rows = zip(params, grads, as_list(hparams["lr"], n), thresholds(params, grads, hparams), strict=True)
-    batches = [StepGroup([p], [g], Step(ClipByValue(*clip), lr, decay)) for p, g, lr, clip in rows]
+        batches = [StepGroup(list(params), list(grads), step)]
+    else:
+        n = len(params)
+        decay = hparams.get("weight_decay", 0.0)
+        rows = zip(params, grads, as_list(hparams["lr"], n), thresholds(params, grads, hparams), strict=True)
+        batches = [StepGroup([p], [g], Step(ClipByValue(*clip), lr, decay)) for p, g, lr, clip in rows]
+    if momentum:
+        batches = _with_momentum(batches, states, momentum)
     update(batches, cache=cache)
+
+
+def _with_momentum(batches: Sequence[StepGroup], states: States, beta: float) -> list[StepGroup]:
+    """The batches with their momenta, split by how many steps these have taken; every count goes up by one."""
+    result, first = [], 0
+    for batch in batches:
+        its_states = states[first : first + len(batch.params)]
+        first += len(batch.params)
+        by_count: dict[int, list[int]] = {}
+        for i, (p, state) in enumerate(zip(batch.params, its_states, strict=True)):
+            if "momentum_buffer" not in state:
+                state |= {"step": 0, "momentum_buffer": torch.zeros_like(p, dtype=compute_dtype(p.dtype))}
+            state["step"] += 1
+            by_count.setdefault(state["step"], []).append(i)
+        for k, positions in by_count.items():
+            momenta = [its_states[i]["momentum_buffer"] for i in positions]
+            step = batch.step._replace(momentum=Momentum.at(beta, k))
+            result.append(batch.only(positions)._replace(step=step, momenta=momenta))
+    return result
 
 
 def _dead_zones(params: Tensors, grads: Tensors, hparams: Hyperparameters) -> list[Any]:
@@ -70,6 +96,11 @@ def _sign_step_bound(hparams: Hyperparameters) -> StepBound:
     return StepBound("coordinate", hparams["lr"])
 
 
-_OPTIONS = {"weight_decay": 0.0, "dead_zone": 0.0}
-BICLIP = Rule("biclip", ("lr", "u", "d"), _biclip, _step_bound, _OPTIONS, is_elementwise=True, thresholds=thresholds)
-SIGN = Rule("sign", ("lr",), _sign, _sign_step_bound, _OPTIONS, is_elementwise=True, thresholds=_sign_thresholds)
+_OPTIONS = {"weight_decay": 0.0, "dead_zone": 0.0, "momentum": 0.0}
+_STATE = ("momentum_buffer",)  # where there is momentum
+BICLIP = Rule(
+    "biclip", ("lr", "u", "d"), _biclip, _step_bound, _OPTIONS, _STATE, is_elementwise=True, thresholds=thresholds
+)
+SIGN = Rule(
+    "sign", ("lr",), _sign, _sign_step_bound, _OPTIONS, _STATE, is_elementwise=True, thresholds=_sign_thresholds
+)

@@ -97,9 +97,9 @@ def value_for_param(value: Any, i: int) -> Any:
 
 
 def steps_alike_on_flat(rule: Rule, hparams: Hyperparameters) -> bool:
-    """Whether one step on all parameters laid out as one tensor has the bits of a step on each: no state, no norm."""
+    """Whether one step on all parameters laid out as one tensor has the bits of a step on each, and keeps no state."""
     alike = all(isinstance(value, int | float | bool) for value in hparams.values())
-    return alike and not rule.state_names and not rule.needs_norm and rule.is_elementwise
+    return alike and rule.is_elementwise and not hparams.get("momentum")
 
 
 def is_active(value: Number) -> bool:

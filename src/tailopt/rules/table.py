@@ -19,7 +19,7 @@ OUTER: Mapping[str, Rule] = {
     "avg": AVG,
     "sgd": SGD,
     "nesterov": NESTEROV,
-    "biclip": replace(BICLIP, defaults={"dead_zone": 0.0}),
+    "biclip": replace(BICLIP, defaults={"dead_zone": 0.0, "momentum": 0.0}),
     "biclip-l2": replace(BICLIP_L2, defaults={"scope": "global"}),
     "adagrad": ADAGRAD,
     "rmsprop": RMSPROP,

@@ -34,18 +34,25 @@ def run(
     """
     kernel = library.loaded()
     assert kernel is not None
-    params, grads = joined(batches)
+    params, grads, momenta = joined(batches)
     if cache is None:
         cache = StepCache(reused=False)
-        cache.learn(params)
+        cache.learn(params, momenta)
         cache.locate(params)
     rows = cache.rows(batches)
-    tensors = TensorTable(cache.param_addresses, cache.locate_gradients(grads), cache.sizes, cache.dtype_codes)
+    tensors = TensorTable(
+        cache.param_addresses,
+        cache.locate_gradients(grads),
+        cache.sizes,
+        cache.dtype_codes,
+        cache.locate_momenta(momenta),
+        cache.momentum_codes,
+    )
     # The kernel writes past autograd: without this, a backward pass would use a saved tensor that has changed, and
     # nobody would notice. It comes before the pass, which sweeps the tensors' headers out of the processor's caches.
     torch.autograd.graph.increment_version(params)
     kernel.clip.run_at(
-        "rescale" if batches and isinstance(batches[0].step.clip, ScaleToNorm) else "biclip",
+        _operation(batches),
         tensors,
         rows,
         recorder.counters(torch.device("cpu")) if recorder is not None else None,
@@ -54,8 +61,18 @@ def run(
     )
 
 
-def joined(batches: Sequence[StepGroup]) -> tuple[list[Tensor], list[Tensor]]:
-    """All parameters and all gradients; the lists themselves if there is only one batch."""
+def _operation(batches: Sequence[StepGroup]) -> str:
+    """What the pass does. Batches with and without momentum come in separate calls."""
+    if not batches:
+        return "biclip"
+    if isinstance(batches[0].step.clip, ScaleToNorm):
+        return "rescale"
+    return "momentum" if batches[0].momenta else "biclip"
+
+
+def joined(batches: Sequence[StepGroup]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """All parameters, gradients and momenta; the lists themselves if there is only one batch."""
     if len(batches) == 1:
-        return batches[0].params, batches[0].grads
-    return [p for batch in batches for p in batch.params], [g for batch in batches for g in batch.grads]
+        return batches[0].params, batches[0].grads, list(batches[0].momenta)
+    params, grads = [p for batch in batches for p in batch.params], [g for batch in batches for g in batch.grads]
+    return params, grads, [m for batch in batches for m in batch.momenta]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,17 +17,41 @@ from torch import Tensor
 from tailopt.clipping.counts import is_gap_free
 from tailopt.clipping.operators import Number
 from tailopt.clipping.reference import ClipByValue, Step
+from tailopt.native.clip import NO_MOMENTUM
 
 PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 
 
 class StepGroup(NamedTuple):
-    """Parameters that take the same step. `slots`: the row of the counters that each of them has, for statistics."""
+    """Parameters that take the same step.
+
+    Args:
+        params: the parameters.
+        grads: their gradients.
+        step: what they take.
+        slots: the row of the counters that each of them has, for statistics.
+        momenta: m of each parameter, where the step has momentum.
+        step_counts: how many steps m of each parameter has taken, as 0-dim tensors that the caller adds to.
+        corrections: 1 - beta^k of each parameter, where only the device knows k; else it is in the step.
+    """
 
     params: list[Tensor]
     grads: list[Tensor]
     step: Step
     slots: Sequence[int] = ()
+    momenta: Sequence[Tensor] = ()
+    step_counts: Sequence[Tensor] = ()
+    corrections: Sequence[Tensor] = ()
+
+    def only(self, positions: Sequence[int]) -> StepGroup:
+        """Return the group with the parameters at these positions."""
+
+        def some(values: Sequence[Any]) -> list[Any]:
+            return [values[i] for i in positions] if values else []
+
+        tensors = some(self.params), some(self.grads)
+        rest = some(self.slots), some(self.momenta), some(self.step_counts), some(self.corrections)
+        return StepGroup(*tensors, self.step, *rest)
 
 
 @dataclass(frozen=True)
@@ -44,7 +68,8 @@ class Kernel:
 
 def is_scalar(step: Step) -> bool:
     """Whether the step's numbers can be read without waiting: none is a tensor with dimensions or on a device."""
-    return all(not isinstance(t, Tensor) or (t.numel() == 1 and t.is_cpu) for t in (step.lr, *step.clip))
+    numbers = (step.lr, *step.clip, *(step.momentum or ()))
+    return all(not isinstance(t, Tensor) or (t.numel() == 1 and t.is_cpu) for t in numbers)
 
 
 def has_dimensions(step: Step) -> bool:
@@ -79,7 +104,11 @@ def row(step: Step, dtype: torch.dtype) -> tuple[float, ...]:
     clip = tuple(map(float, step.clip))
     sides = (clip + (1.0, 1.0, 1.0)) if isinstance(step.clip, ClipByValue) else ((math.inf, 0.0, 0.0) + clip)
     decay = float(step.decay(dtype)) if step.weight_decay else 1.0
-    return (-float(step.lr), decay, float(step.maximize), *sides)
+    if step.momentum is None:
+        return (-float(step.lr), decay, float(step.maximize), *sides, *NO_MOMENTUM)
+    beta, correction = step.momentum
+    limit = float(step.gradient_limit(dtype))
+    return (-float(step.lr), decay, float(step.maximize), *sides, beta, 1 - beta, limit, float(correction))
 
 
 def on_device(step: Step, device: torch.device, dtype: torch.dtype) -> Step:
@@ -101,4 +130,5 @@ def on_device(step: Step, device: torch.device, dtype: torch.dtype) -> Step:
             return float(value)
         return value.to(device=device, dtype=dtype)
 
-    return Step(type(step.clip)(*map(ready, step.clip)), ready(step.lr), step.weight_decay, step.maximize)
+    clip = type(step.clip)(*map(ready, step.clip))
+    return Step(clip, ready(step.lr), step.weight_decay, step.maximize, step.momentum)

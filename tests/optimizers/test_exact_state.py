@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tailopt.distributed.local_state import load_exact_state
+from tailopt.optimizers.exact_state import load_exact_state
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])

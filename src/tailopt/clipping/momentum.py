@@ -1,0 +1,67 @@
+"""Momentum in torch operations: what kernels without momentum of their own clip in place of the gradient.
+
+The semantics are those of `reference.momentum`. The C kernel does the same in its own pass; every other kernel steps on
+what `advance` returns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tailopt.clipping import reference
+from tailopt.clipping.kernels.kernel import StepGroup
+from tailopt.clipping.operators import Number, compute_dtype
+from tailopt.clipping.reference import Step
+
+
+def advance(batch: StepGroup, by_reference: bool = False) -> StepGroup:
+    """Move the momenta of a batch on by one step; returns the batch whose gradients are what the step clips.
+
+    by_reference: by the oracle, tensor by tensor.
+    """
+    momentum = batch.step.momentum
+    assert momentum is not None
+    corrections: Sequence[Number] = batch.corrections or [momentum.correction] * len(batch.params)
+    means: list[Tensor] = []
+    for p, g, m, correction in zip(batch.params, batch.grads, batch.momenta, corrections, strict=True):
+        dtype = compute_dtype(p.dtype)
+        if by_reference:
+            step = batch.step._replace(momentum=momentum._replace(correction=correction))
+            new, mean = reference.momentum(m, g, step, dtype)
+            m.copy_(new)
+        else:
+            mean = _advance(m, g, batch.step, correction, dtype)
+        means.append(mean)
+    return batch._replace(grads=means, step=batch.step._replace(maximize=False, momentum=None), momenta=())
+
+
+def _advance(m: Tensor, g: Tensor, step: Step, correction: Number, dtype: torch.dtype) -> Tensor:
+    assert step.momentum is not None
+    beta, limit = step.momentum.beta, step.gradient_limit(dtype)
+    g = (-g if step.maximize else g).to(dtype)
+    if isinstance(limit, Tensor):
+        limit = limit.to(g.device)
+        g = g.clamp(-limit, limit)
+    elif limit <= torch.finfo(dtype).max:
+        g = g.clamp(-limit, limit)
+    wide = m if m.dtype == dtype else m.to(dtype)
+    # add with alpha is a fused multiply-add where the processor has one
+    wide.mul_(beta).add_(g, alpha=1 - beta)
+    if wide is not m:
+        m.copy_(wide)
+    if not isinstance(correction, Tensor):
+        if correction == 1:
+            return wide
+        # by a tensor on the device: some devices divide by a number through its reciprocal
+        correction = torch.full((), correction, dtype=dtype, device=g.device)
+    return wide / correction.to(device=g.device, dtype=dtype)
+
+
+def check_momentum(value: object) -> None:
+    """Raise ValueError unless a momentum is a number in [0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 or math.isnan(value):
+        raise ValueError(f"Invalid momentum: {value!r}; need 0 <= momentum < 1.")
