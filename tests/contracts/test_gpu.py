@@ -27,6 +27,8 @@ OPTIMIZERS = {
     "biclip, dead zone": (tailopt.BiClip, {"dead_zone": "auto"}),
     "biclip, skip": (tailopt.BiClip, {"nonfinite": "skip"}),
     "biclip, statistics": (tailopt.BiClip, {"statistics": True}),
+    "biclip, momentum": (tailopt.BiClip, {"momentum": 0.9, "weight_decay": 0.1, "maximize": True}),
+    "biclip, momentum, skip": (tailopt.BiClip, {"momentum": 0.9, "nonfinite": "skip"}),
     "l2clip": (tailopt.L2Clip, {}),
     "l2clip, tensor": (tailopt.L2Clip, {"scope": "tensor", "weight_decay": 0.1}),
     "l2clip, skip": (tailopt.L2Clip, {"nonfinite": "skip"}),
@@ -98,6 +100,58 @@ def test_tensors_on_the_device_are_read_there(cls: type) -> None:
         opt.step()
     for p, q in zip(plain, there, strict=True):
         torch.testing.assert_close(q, p, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("momentum_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("capturable", [False, True])
+def test_momentum_over_several_steps(capturable: bool, momentum_dtype: torch.dtype | None) -> None:
+    here, there = parameters("cpu", torch.float32), parameters("cuda", torch.float32)
+    settings = {**SETTINGS, "momentum": 0.9, "momentum_dtype": momentum_dtype}
+    opts = tailopt.BiClip(here, **settings), tailopt.BiClip(there, **settings, capturable=capturable)
+    for _ in range(5):
+        opts[0].step()
+        with nothing_waits():
+            opts[1].step()
+    for p, q in zip(here, there, strict=True):
+        torch.testing.assert_close(q.cpu(), p, rtol=1e-5, atol=1e-6)
+        assert opts[1].state[q]["momentum_buffer"].dtype == (momentum_dtype or torch.float32)
+        assert opts[1].state[q]["step"].item() == 5 and opts[1].state[q]["step"].is_cuda == capturable
+
+
+def test_a_captured_momentum_counts_its_steps_on_the_device() -> None:
+    eager, captured = parameters("cuda", torch.float32), parameters("cuda", torch.float32)
+    opt = tailopt.BiClip(captured, **SETTINGS, momentum=0.9, capturable=True)
+    start = [p.detach().clone() for p in captured]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        opt.step()
+    torch.cuda.synchronize()
+    for p, s in zip(captured, start, strict=True):
+        p.data.copy_(s)
+        opt.state[p]["momentum_buffer"].zero_()
+        opt.state[p]["step"].zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        opt.step()
+    reference = tailopt.BiClip(eager, **SETTINGS, momentum=0.9)
+    for _ in range(4):
+        graph.replay()
+        reference.step()
+    for p, q in zip(eager, captured, strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-6, atol=1e-6)
+        assert opt.state[q]["step"].item() == 4
+
+
+def test_a_skipped_tensor_keeps_its_momentum_on_the_device() -> None:
+    params = parameters("cuda", torch.float32)
+    opt = tailopt.BiClip(params, **SETTINGS, momentum=0.9, nonfinite="skip")
+    opt.step()
+    before = opt.state[params[1]]["momentum_buffer"].clone()
+    assert params[1].grad is not None
+    params[1].grad[0] = float("nan")
+    with nothing_waits():
+        opt.step()
+    assert torch.equal(opt.state[params[1]]["momentum_buffer"], before)
+    assert [opt.state[p]["step"].item() for p in params[:3]] == [2, 1, 2]
 
 
 def test_thresholds_that_cross_on_the_device_are_counted_not_waited_for() -> None:

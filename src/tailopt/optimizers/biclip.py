@@ -211,12 +211,18 @@ def _empty_state(p: Tensor, group: Group) -> dict[str, Tensor]:
     """The state of a parameter before its first step with momentum."""
     dtype = group["momentum_dtype"] or compute_dtype(p.dtype)
     m = torch.zeros_like(p, dtype=p.dtype if p.is_complex() else dtype, requires_grad=False)
-    return {"momentum_buffer": m, "step": torch.zeros((), dtype=torch.float32, device="cpu")}
+    return {"momentum_buffer": m, "step": torch.zeros((), dtype=torch.float32, device=_step_device(p, group))}
+
+
+def _step_device(p: Tensor, group: Group) -> torch.device:
+    """The parameter's device where the host must not wait for the number of steps, else the CPU."""
+    on_device = group["capturable"] or group["nonfinite"] == "skip"
+    return p.device if on_device else torch.device("cpu")
 
 
 def _where_needed(state: dict[str, Any], p: Tensor, group: Group) -> Tensor:
-    """The count of steps on the parameter's device where the host must not wait for it, else on the CPU."""
-    device = p.device if group["capturable"] or (group["nonfinite"] == "skip" and not p.is_cpu) else torch.device("cpu")
+    """The count of steps, moved where a setting has changed or a checkpoint came from elsewhere."""
+    device = _step_device(p, group)
     if state["step"].device != device:
         state["step"] = state["step"].to(device)
     step: Tensor = state["step"]
