@@ -10,6 +10,7 @@ from torch import nn
 
 import tailopt
 from tailopt.distributed.local_round import LocalRound
+from tailopt.distributed.trained_parameters import named_parameters
 
 
 def local_round(lr: float | torch.Tensor) -> tuple[nn.Parameter, LocalRound]:
@@ -29,6 +30,12 @@ def test_each_step_is_bounded_by_the_rate_it_was_taken_with(lr: float | torch.Te
         scheduler.step()
     assert p.detach().abs().max().item() == pytest.approx(1.75)
     assert float(local.bound(1, 0).constant) == pytest.approx(1.75)
+
+
+def test_thresholds_that_each_node_would_choose_for_itself_are_refused() -> None:
+    p = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match="nodes would choose different thresholds"):
+        named_parameters(tailopt.BiClip([p], lr=0.1, u="auto", d="auto"), None)
 
 
 def test_a_round_without_a_report_has_no_loss() -> None:

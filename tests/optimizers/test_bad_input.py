@@ -28,8 +28,6 @@ SETTINGS = [
     ({"u": [1.0, 2.0]}, r"Invalid thresholds: u=\[1\.0, 2\.0\]; need a number or a tensor with 0 <= u <= inf\."),
     ({"u": None}, "Invalid thresholds: u=None; need"),
     ({"u": True}, "Invalid thresholds: u=True; need"),
-    ({"u": "auto"}, 'Invalid thresholds: u="auto" is not available yet; need a number or a tensor'),
-    ({"d": "auto"}, 'Invalid thresholds: d="auto" is not available yet; need a number or a tensor'),
     ({"d": "0.1"}, r"Invalid thresholds: d='0\.1'; need a number or a tensor with 0 <= d <= u\."),
     ({"d": None}, "Invalid thresholds: d=None; need"),
     ({"d": False}, "Invalid thresholds: d=False; need"),
@@ -41,7 +39,18 @@ ZONES = [
     ({"dead_zone": [0.1]}, r"Invalid thresholds: dead_zone=\[0\.1\]; need"),
     ({"dead_zone": "0.1"}, r"Invalid dead_zone: '0\.1'; need a number with 0 <= dead_zone <= u, or \"auto\"\."),
 ]
-CASES = [(cls, *case) for cls in (BiClip, L2Clip) for case in SETTINGS] + [(BiClip, *case) for case in ZONES]
+NO_AUTO = [
+    ({"u": "auto"}, 'Invalid thresholds: u="auto" is not available yet; need a number or a tensor'),
+    ({"d": "auto"}, 'Invalid thresholds: d="auto" is not available yet; need a number or a tensor'),
+]
+AUTO = [
+    ({"u": "auto", "d": 0.1}, r"Invalid thresholds: d=0\.1 with u='auto'; need d='auto' or d=0"),
+    ({"u": "auto", "d": "auto", "scale": "last"}, r"Invalid scale: 'last'; need one of 'first', 'follow'\."),
+    ({"u": "auto", "d": "auto", "capturable": True}, r"Invalid capturable: True with u='auto'"),
+    ({"u": float("inf"), "d": "auto"}, r"Invalid thresholds: u=inf with d='auto'; need a finite u"),
+]
+CASES = [(L2Clip, *case) for case in NO_AUTO] + [(BiClip, *case) for case in AUTO]
+CASES += [(cls, *case) for cls in (BiClip, L2Clip) for case in SETTINGS] + [(BiClip, *case) for case in ZONES]
 
 
 @pytest.mark.parametrize(("cls", "bad", "said"), CASES)

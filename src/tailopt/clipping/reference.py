@@ -16,6 +16,7 @@ Kernels take the same `Step` and must give the same bits. Nothing here is fast, 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -51,10 +52,14 @@ class ScaleToNorm(NamedTuple):
 
 
 class Momentum(NamedTuple):
-    """The numbers of a step with momentum. correction: 1 - beta^k, by which m is divided in its k-th step."""
+    """The numbers of a step with momentum.
+
+    correction: 1 - beta^k, by which m is divided in its k-th step; clamps: False while u is not known yet.
+    """
 
     beta: float
     correction: Number
+    clamps: bool = True
 
     @classmethod
     def at(cls, beta: float, k: int) -> Momentum:
@@ -62,7 +67,7 @@ class Momentum(NamedTuple):
 
         Examples:
             >>> Momentum.at(0.5, 2)
-            Momentum(beta=0.5, correction=0.75)
+            Momentum(beta=0.5, correction=0.75, clamps=True)
         """
         return cls(beta, 1 - beta**k)
 
@@ -85,6 +90,8 @@ class Step(NamedTuple):
         """u / (1 - beta), to which momentum clamps gradients: in float64 from numbers, else in the compute type."""
         assert isinstance(self.clip, ClipByValue)
         assert self.momentum is not None
+        if not self.momentum.clamps:
+            return math.inf
         u, rest = self.clip.u, 1 - self.momentum.beta
         return u.to(dtype) / rounded(rest, dtype).to(u.device) if isinstance(u, Tensor) else u / rest
 

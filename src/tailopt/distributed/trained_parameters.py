@@ -25,6 +25,11 @@ UNSYNCHRONISED = "which is not synchronised"
 
 def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> tuple[list[str], list[Tensor]]:
     """Return names and parameters of an optimizer that train; without a model they are called 0, 1, ..."""
+    if any(isinstance(group.get("u"), str) for group in optimizer.param_groups):
+        raise ValueError(
+            "Invalid optimizer: u='auto' is chosen from the gradients of one process, and nodes would choose "
+            "different thresholds. Give u and d as numbers, such as those of a run on one node."
+        )
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if model is None:
         return [str(i) for i in range(len(params))], params

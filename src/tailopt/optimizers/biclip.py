@@ -15,9 +15,10 @@ from tailopt.clipping.dtensor import local_pair
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.momentum import check_momentum
 from tailopt.clipping.norms import auto_dead_zone, largest
-from tailopt.clipping.operators import Number, compute_dtype
+from tailopt.clipping.operators import Number, compute_dtype, real_parts
 from tailopt.clipping.reference import ClipByValue, Momentum, Step
 from tailopt.clipping.step_cache import StepCache
+from tailopt.optimizers.auto_thresholds import check_auto, has_one_step, is_auto, is_calibrating, numbers, observe
 from tailopt.optimizers.clipping_optimizer import ClippingOptimizer, Gathered, Group, GroupAndStep, ScopeOf
 from tailopt.optimizers.exact_state import restore_exact_types
 from tailopt.optimizers.threshold_warning import ThresholdCheck
@@ -48,8 +49,11 @@ class BiClip(ClippingOptimizer):
         params: parameters, named parameters or groups, each with its own values of what follows.
         lr: learning rate, a number or a 1-element tensor.
         u: upper threshold, a number or a tensor: 0-dim, or one that broadcasts against the parameters of its group
-            (row- and column-wise thresholds).
-        d: lower threshold, 0 <= d <= u, likewise.
+            (row- and column-wise thresholds). "auto": chosen for every tensor from the first 50 gradients, and lr is
+            then the most that a coordinate moves in a step, as with Adam; see `thresholds`.
+        d: lower threshold, 0 <= d <= u, likewise. "auto": a third of u; with u="auto" also 0.
+        scale: with u="auto", what happens as gradients shrink: "first", steps shrink with them; "follow", the largest
+            step stays lr, and a schedule shrinks it.
         weight_decay: decoupled, as in AdamW.
         momentum: 0 <= momentum < 1, such as 0.9; 0 keeps no state. Thresholds and statistics refer to the mean.
         momentum_dtype: the type of m: by default fp32 (fp64 for fp64); torch.bfloat16 (2 bytes per parameter) or the
@@ -76,6 +80,7 @@ class BiClip(ClippingOptimizer):
     """
 
     optional = {**ClippingOptimizer.optional, "dead_zone": 0.0, "momentum": 0.0, "momentum_dtype": None}
+    optional |= {"scale": "first", "thresholds": None, "calibration": None}
     not_counted = (
         "Nothing was counted: this BiClip was built with statistics=False. Build it with statistics=True (or "
         '"counts", or "complete"), or count given gradients with tailopt.count.'
@@ -85,9 +90,10 @@ class BiClip(ClippingOptimizer):
         self,
         params: Any,
         lr: Number = 1e-2,
-        u: Number = 1.0,
-        d: Number = 1e-2,
+        u: Number | str = 1.0,
+        d: Number | str = 1e-2,
         *,
+        scale: str = "first",
         weight_decay: float = 0.0,
         momentum: float = 0.0,
         momentum_dtype: torch.dtype | None = None,
@@ -102,6 +108,7 @@ class BiClip(ClippingOptimizer):
     ) -> None:
         defaults: Group = {"lr": lr, "u": u, "d": d, "weight_decay": weight_decay}
         defaults |= {"momentum": momentum, "momentum_dtype": momentum_dtype}
+        defaults |= {"scale": scale, "thresholds": None, "calibration": None}
         defaults |= {"dead_zone": dead_zone, "nonfinite": nonfinite, "maximize": maximize, "foreach": foreach}
         defaults |= {"capturable": capturable, "differentiable": differentiable, "fused": fused}
         super().__init__(params, defaults, statistics)
@@ -117,7 +124,12 @@ class BiClip(ClippingOptimizer):
         dtype = group["momentum_dtype"]
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"Invalid momentum_dtype: {dtype!r}; need a floating torch.dtype, or None.")
-        super().check(group, params, at_step)
+        super().check(check_auto(group), params, at_step)
+
+    @property
+    def thresholds(self) -> list[str]:
+        """What "auto" has chosen, in a line per group; empty before the 51st step."""
+        return [group["thresholds"]["reason"] for group in self.param_groups if group["thresholds"] is not None]
 
     def _init_group(
         self,
@@ -166,15 +178,39 @@ class BiClip(ClippingOptimizer):
                     batch = batch._replace(
                         momenta=[momenta[i] for i in chosen], step_counts=[step_counts[i] for i in chosen]
                     )
-                    batches += [(group, part) for part in _by_step_count(batch, group["momentum"])]
+                    if is_calibrating(group):  # nothing is clamped yet, so what is not finite would stay in m
+                        batch = batch._replace(grads=[torch.where(g.isfinite(), g, 0.0) for g in gs])
+                    parts = _by_step_count(batch, group["momentum"], clamps=not is_calibrating(group))
+                    batches += [(group, part) for part in parts]
                 else:
                     batches.append((group, batch))
         if not torch.compiler.is_compiling() and self._threshold_check.due():
             names = self.names()
-            # thresholds that refer to a mean are not compared with gradients
-            plain = [(group, batch) for group, batch in batches if not batch.momenta]
+            # thresholds that refer to a mean, or follow the gradients, are not compared with them
+            plain = [(group, batch) for group, batch in batches if not batch.momenta and not is_auto(group["u"])]
             self._threshold_check.look(plain, {key: names[slot] for key, slot in self._slots().items()})
         return batches, lambda b, i: id(batches[b][1].params[i])  # every tensor is skipped on its own
+
+    def _after_step(self, gathered: Gathered) -> None:
+        if any(is_auto(group["u"]) for group in self.param_groups):
+            self._observe(gathered)
+
+    @_disable_dynamo  # thresholds are plain numbers that change: a compiled step is traced again when they do
+    def _observe(self, gathered: Gathered) -> None:
+        """Show the gradients, or the means that were clipped, to the groups whose thresholds follow them."""
+        for group, params, grads, momenta, step_counts in gathered:
+            if not is_auto(group["u"]) or not params:
+                continue
+            local = [local_pair(p, g)[1] for p, g in zip(params, grads, strict=True)]
+            clipped = [real_parts(g) if g.is_sparse or g.is_complex() else g for g in local]
+            if momenta:
+                beta = group["momentum"]
+                corrections = [1 - beta ** count.to(m.device) for m, count in zip(momenta, step_counts, strict=True)]
+                means = [m / c for m, c in zip(momenta, corrections, strict=True)]
+                local = [local_pair(p, m)[1] for p, m in zip(params, means, strict=True)]
+                clipped = [real_parts(m) if m.is_complex() else m for m in local]
+            where = {id(p): i for i, p in enumerate(group["params"])}
+            observe(group, [where[id(p)] for p in params], clipped)
 
     def _steps(self, group: Group, params: Sequence[Tensor], top: Tensor | None) -> list[tuple[list[int] | None, Step]]:
         """The group's parameters by the step they take, the same objects until a setting changes."""
@@ -182,12 +218,17 @@ class BiClip(ClippingOptimizer):
         known_steps = self._checked_groups.steps(group) if not tracing else None
         if known_steps is not None:
             return known_steps
-        u, d, lr, weight_decay, maximize = (group[key] for key in ("u", "d", "lr", "weight_decay", "maximize"))
-        steps = [
-            (positions, Step(ClipByValue(u, d, zone), lr, weight_decay, maximize))
-            for positions, zone in _dead_zones(group, params, top)
-        ]
-        if not tracing and not isinstance(group["dead_zone"], str):
+        lr, weight_decay, maximize = (group[key] for key in ("lr", "weight_decay", "maximize"))
+        where = {id(p): i for i, p in enumerate(group["params"])} if not has_one_step(group) else {}
+        steps: list[tuple[list[int] | None, Step]] = []
+        for positions, zone in _dead_zones(group, params, top):
+            each = [positions] if not where else [[i] for i in positions or range(len(params))]
+            for some in each:
+                u, d, s = numbers(group, where[id(params[some[0]])] if where and some else 0)
+                # the decay is that of lr itself
+                decay = weight_decay * s
+                steps.append((some, Step(ClipByValue(u, d, zone), lr / s if s != 1 else lr, decay, maximize)))
+        if not tracing and not isinstance(group["dead_zone"], str) and has_one_step(group):
             self._checked_groups.keep_steps(group, steps)
         return steps
 
@@ -229,17 +270,18 @@ def _where_needed(state: dict[str, Any], p: Tensor, group: Group) -> Tensor:
     return step
 
 
-def _by_step_count(batch: StepGroup, beta: float) -> list[StepGroup]:
+def _by_step_count(batch: StepGroup, beta: float, clamps: bool) -> list[StepGroup]:
     """The batch, or several, each with the numbers of its step since m was 0."""
     if torch.compiler.is_compiling() or not all(count.is_cpu for count in batch.step_counts):
         corrections = [1 - beta ** (count.double() + 1) for count in batch.step_counts]
-        step = batch.step._replace(momentum=Momentum(beta, 1.0))
+        step = batch.step._replace(momentum=Momentum(beta, 1.0, clamps))
         return [batch._replace(step=step, corrections=corrections)]
     counts = [int(count) for count in batch.step_counts]
     result = []
     for k in dict.fromkeys(counts):
         part = batch if counts.count(k) == len(counts) else batch.only([i for i, n in enumerate(counts) if n == k])
-        result.append(part._replace(step=batch.step._replace(momentum=Momentum.at(beta, k + 1))))
+        momentum = Momentum.at(beta, k + 1)._replace(clamps=clamps)
+        result.append(part._replace(step=batch.step._replace(momentum=momentum)))
     return result
 
 

@@ -238,6 +238,7 @@ class ClippingOptimizer(Optimizer):
         for kind, same_kind in _group_by_kernel(batches).items():
             self._run(kind, same_kind, recorder)
         _restore(saved)
+        self._after_step(gathered)
         return loss
 
     @abstractmethod
@@ -247,6 +248,9 @@ class ClippingOptimizer(Optimizer):
     @abstractmethod
     def _run(self, kind: str, batches: Sequence[StepGroup], recorder: StatisticsRecorder | None) -> None:
         """Take the step of batches that go through the same function of the optimizer's module."""
+
+    def _after_step(self, gathered: Gathered) -> None:
+        """Do what an optimizer does with the gradients once the step is taken: by default nothing."""
 
     def _gather(self) -> Gathered:
         """Parameters that have gradients, by group, after every check that could refuse them."""

@@ -106,7 +106,7 @@ def row(step: Step, dtype: torch.dtype) -> tuple[float, ...]:
     decay = float(step.decay(dtype)) if step.weight_decay else 1.0
     if step.momentum is None:
         return (-float(step.lr), decay, float(step.maximize), *sides, *NO_MOMENTUM)
-    beta, correction = step.momentum
+    beta, correction, _ = step.momentum
     limit = float(step.gradient_limit(dtype))
     return (-float(step.lr), decay, float(step.maximize), *sides, beta, 1 - beta, limit, float(correction))
 

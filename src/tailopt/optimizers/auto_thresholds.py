@@ -1,0 +1,131 @@
+"""`u="auto"` in a loop of one's own: what a param group counts, and when its thresholds change.
+
+    steps 1 to 50       calibration: a step is lr * sign(g), and every gradient is counted
+    then                (lr / s) * clip(g; u, d), where one gradient in 50 is counted, and u and d follow it
+
+Everything is in the param group, so that a checkpoint has it: `group["thresholds"]` (None during calibration) and
+`group["calibration"]`, the counters so far. The counters are where the parameters are, and read once per 50 steps.
+`tailopt.thresholds` has the rules, and docs/results/thresholds.md what they were chosen by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tailopt.clipping.counts import Counts, add, read
+from tailopt.clipping.dtensor import over_shards, positions_by_process_groups
+from tailopt.clipping.operators import Number, check_kind
+from tailopt.native.clip import Counters
+from tailopt.thresholds import AUTO, CALIBRATION, SCALES, Thresholds, choose, lower_of_auto, ratio_of_auto
+
+Group = dict[str, Any]
+PERIOD = CALIBRATION  # steps between two looks at the gradients
+_UNBOUNDED = (float("inf"), 0.0, 0.0)  # thresholds of the counting pass: quantiles need none
+
+
+def is_auto(value: object) -> bool:
+    """Whether a threshold is "auto"; a tensor is not."""
+    return isinstance(value, str) and value == AUTO
+
+
+def check_auto(group: Group) -> Group:
+    """Raise for settings that cannot be used with "auto"; returns the group with numbers in its place, for the rest."""
+    if not is_auto(group["u"]) and not is_auto(group["d"]):
+        return group
+    if not is_auto(group["u"]):
+        check_kind("u", group["u"])
+        return {**group, "d": lower_of_auto(group["u"])}
+    ratio_of_auto(group["d"])
+    if group["scale"] not in SCALES:
+        raise ValueError(f"Invalid scale: {group['scale']!r}; need one of {', '.join(map(repr, SCALES))}.")
+    for name in ("capturable", "differentiable"):
+        if group[name]:
+            raise ValueError(f"Invalid {name}: True with u='auto', which reads the gradients on the host; set u and d.")
+    if group["thresholds"] is not None:
+        Thresholds.from_state(group["thresholds"])
+    return {**group, "u": float("inf"), "d": 0.0}
+
+
+def numbers(group: Group, position: int) -> tuple[Number, Number, float]:
+    """u, d and s of the parameter at a position of the group: its step is (lr / s) * clip(g; u, d)."""
+    if not is_auto(group["u"]):
+        return group["u"], lower_of_auto(group["u"]) if is_auto(group["d"]) else group["d"], 1.0
+    if group["thresholds"] is None:
+        return 1.0, 1.0, 1.0  # sign descent
+    return Thresholds.from_state(group["thresholds"]).numbers(position)
+
+
+def has_one_step(group: Group) -> bool:
+    """Whether all parameters of a group take the same step."""
+    return not is_auto(group["u"]) or group["thresholds"] is None or not isinstance(group["thresholds"]["u"], list)
+
+
+def is_calibrating(group: Group) -> bool:
+    """Whether the thresholds of a group are not chosen yet."""
+    return is_auto(group["u"]) and group["thresholds"] is None
+
+
+def observe(group: Group, positions: Sequence[int], gradients: Sequence[Tensor]) -> None:
+    """Look at the gradients of a step that was taken, and choose or move the thresholds where it is time.
+
+    Args:
+        positions: of the parameters in the group.
+        gradients: of these parameters, or the means that the step clipped; of a sharded one this rank's part.
+    """
+    progress = group["calibration"] = group["calibration"] or {"steps": 0, "seen": 0}
+    progress["steps"] += 1
+    if not is_calibrating(group) and progress["steps"] % PERIOD:
+        return
+    _count(progress, len(group["params"]), positions, gradients)
+    progress["seen"] += 1
+    if is_calibrating(group) and progress["seen"] < CALIBRATION:
+        return
+    counts = _read(progress, len(group["params"]), group["params"])
+    if is_calibrating(group):
+        chosen = choose(counts, scale=group["scale"], d=group["d"])
+    else:
+        chosen = Thresholds.from_state(group["thresholds"]).follow(counts, steps=PERIOD)
+    group["thresholds"] = chosen.state()
+    group["calibration"] = {"steps": progress["steps"], "seen": 0}
+
+
+def _count(progress: dict[str, Any], n: int, positions: Sequence[int], gradients: Sequence[Tensor]) -> None:
+    by_device: dict[torch.device, list[int]] = {}
+    for i, g in enumerate(gradients):
+        by_device.setdefault(g.device, []).append(i)
+    for device, chosen in by_device.items():
+        key = f"counters {device}"
+        if key not in progress:
+            empty = Counters.empty(n, histogram=True, device=device)
+            progress[key] = {"table": empty.table, "bins": empty.bins, "logs": empty.logs}
+        counters = Counters(**progress[key], sample_offset=progress["steps"] % 32)
+        add([gradients[i] for i in chosen], [positions[i] for i in chosen], _UNBOUNDED, counters)
+
+
+def _read(progress: dict[str, Any], n: int, params: Sequence[Tensor]) -> list[Counts]:
+    """The counts of all devices and of all ranks that hold a part of a parameter; waits for the devices."""
+    total = [Counts()] * n
+    for key, stored in progress.items():
+        if key.startswith("counters "):
+            total = [a + b for a, b in zip(total, read(_of_all_ranks(Counters(**stored), params)), strict=True)]
+    return total
+
+
+def _of_all_ranks(counters: Counters, params: Sequence[Tensor]) -> Counters:
+    """Counters summed over the ranks that a parameter is spread over, in rank order."""
+    for groups, members in positions_by_process_groups(params).items():
+        if not groups:
+            continue
+        where = torch.tensor(members, device=counters.table.device)
+        assert counters.bins is not None and counters.logs is not None
+        for table in (counters.integers, counters.bins, counters.logs):
+            table[where] = over_shards(table[where], groups, lambda stacked: stacked.sum(0))
+        squares, largest = counters.reals[where].unbind(1)
+        squares = over_shards(squares, groups, lambda stacked: stacked.sum(0))
+        largest = over_shards(largest, groups, lambda stacked: stacked.amax(0))
+        counters.reals[where] = torch.stack([squares, largest], 1)
+    return counters
