@@ -8,6 +8,10 @@ error on fresh seeds, divided by that of the grid (without noise: in percent of 
 
 A rule runs as `u="auto"` does: the first round (50 gradients) steps by lr*sign(g), every later one by
 (lr/s)*clip(g; u, d), with u and d from the statistics of the rounds before. All settings of all seeds are one batch.
+
+With `--algorithm bi2clip` the default rule runs at both levels: outside, the first round's step is x + Δ, every later
+one (olr/s)*clip(Δ; u, d), with olr at a few multiples of lr. The grid is still avg-biclip's; beside it
+are 720 random points in all six settings.
 """
 
 from __future__ import annotations
@@ -62,6 +66,7 @@ class Candidate:
     memory: float = 0.95
     low: float = 0.05
     norms: bool = False
+    outer: float = 0.0  # olr / lr with thresholds outside too; 0 is avg
 
 
 def candidates() -> dict[str, Candidate]:
@@ -81,6 +86,28 @@ def candidates() -> dict[str, Candidate]:
             named |= {f"{name}, {scale}": replace(tail, scale=scale) for scale in ("static", "follow")}
             named[f"norms {factor}^{power}, {when}, d=0"] = replace(tail, ratio=0.0, norms=True)
     return named
+
+
+def bi2clip_candidates() -> dict[str, Candidate]:
+    """The default rule at both levels, with a few multiples of lr outside."""
+    rule = candidates()[DEFAULT]
+    return {"avg-biclip, default": rule} | {
+        f"bi2clip, olr={k} lr": replace(rule, outer=k) for k in (0.5, 1.0, 2.0, 3.0, 5.0)
+    }
+
+
+def random_points(n: int) -> Tensor:
+    """Settings of bi2clip: u, d/u, step = lr*u inside and outside, [n, 6]."""
+    rng = torch.Generator().manual_seed(0)
+
+    def log_uniform(low: float, high: float) -> Tensor:
+        return low * (high / low) ** torch.rand(n, generator=rng)
+
+    def ratio() -> Tensor:
+        return torch.tensor([0, 0.1, 1 / 3, 1])[torch.randint(0, 4, (n,), generator=rng)]
+
+    inner = [log_uniform(1e-3, 10), ratio(), log_uniform(0.004, 1)]
+    return torch.stack([*inner, log_uniform(1e-3, 10), ratio(), log_uniform(0.004, 1)], 1)
 
 
 class Problem:
@@ -115,15 +142,20 @@ def clip(g: Tensor, u: Tensor, d: Tensor) -> Tensor:
     return torch.sign(g) * torch.minimum(torch.maximum(g.abs(), d), u)
 
 
-def grid_errors(problem: Problem, rounds: int) -> Tensor:
-    """The errors of the points of the grid."""
-    u, ratio, step = (column.to(problem.x.device)[:, None, None, None] for column in GRID.unbind(1))
-    x = problem.start(len(GRID))
+def grid_errors(problem: Problem, rounds: int, points: Tensor) -> Tensor:
+    """The errors of settings: u, d/u and step, for bi2clip inside and outside."""
+    columns = [column.to(problem.x.device)[:, None, None, None] for column in points.unbind(1)]
+    u, ratio, step = columns[:3]
+    x = problem.start(len(points))
     for t in range(rounds):
         w = x[:, :, None].repeat(1, 1, NODES, 1)
         for j in range(LOCAL_STEPS):
             w -= step / u * clip(problem.gradient(w, t * LOCAL_STEPS + j), u, ratio * u)
-        x = w.mean(2)
+        if len(columns) == 3:
+            x = w.mean(2)
+        else:
+            outer_u, outer_ratio, outer_step = (column[..., 0] for column in columns[3:])
+            x = x + outer_step / outer_u * clip(w.mean(2) - x, outer_u, outer_ratio * outer_u)
     return problem.error(x)
 
 
@@ -132,12 +164,12 @@ def rule_errors(problem: Problem, rounds: int, rules: Sequence[Candidate], steps
     device = problem.x.device
     columns = {
         name: torch.tensor([float(asdict(rule)[name]) for rule in rules], device=device)[:, None]
-        for name in ("base", "factor", "power", "ratio", "every_round", "memory", "low", "norms")
+        for name in ("base", "factor", "power", "ratio", "every_round", "memory", "low", "norms", "outer")
     }
     fixed, first = (torch.tensor([r.scale == s for r in rules], device=device)[:, None] for s in ("static", "first"))
     lr = torch.tensor(steps, device=device)[:, None]
     x = problem.start(len(rules))
-    u = u1 = share = torch.empty(0, device=device)
+    u = u1 = share = outer_u = outer_u1 = outer_share = torch.empty(0, device=device)
     for t in range(rounds):
         w, seen = x[:, :, None].repeat(1, 1, NODES, 1), []
         for j in range(LOCAL_STEPS):
@@ -148,16 +180,39 @@ def rule_errors(problem: Problem, rounds: int, rules: Sequence[Candidate], steps
             else:
                 rate = lr / torch.where(first, u1, u)
                 w -= rate[..., None, None] * clip(g, u[..., None, None], (columns["ratio"] * u)[..., None, None])
-        x = w.mean(2)
-        base, new_share = statistics(torch.stack(seen, 3).flatten(2), columns)
-        if t == 0:
-            share = new_share
-            u = u1 = share * base
+        delta = w.mean(2) - x
+        if t and columns["outer"].any():
+            rate = columns["outer"] * lr / torch.where(first, outer_u1, outer_u)
+            step = rate[..., None] * clip(delta, outer_u[..., None], (columns["ratio"] * outer_u)[..., None])
+            x = torch.where(columns["outer"][..., None] > 0, x + step, w.mean(2))
         else:
-            target = torch.where(columns["every_round"] > 0, new_share, share) * base
-            moved = u ** columns["memory"] * target ** (1 - columns["memory"])
-            u = torch.where(fixed, u, torch.where(first, torch.minimum(moved, u1), moved))
+            x = w.mean(2)
+        base, new_share = statistics(torch.stack(seen, 3).flatten(2), columns)
+        outer_base, new_outer_share = statistics(delta, columns)
+        if t == 0:
+            share, outer_share = new_share, new_outer_share
+            u = u1 = share * base
+            outer_u = outer_u1 = outer_share * outer_base
+        else:
+            u = following(u, u1, (share, new_share), base, columns, (fixed, first))
+            outer = (outer_share, new_outer_share)
+            outer_u = following(outer_u, outer_u1, outer, outer_base, columns, (fixed, first))
     return problem.error(x)
+
+
+def following(
+    u: Tensor,
+    u1: Tensor,
+    shares: tuple[Tensor, Tensor],
+    base: Tensor,
+    columns: Mapping[str, Tensor],
+    scales: tuple[Tensor, Tensor],
+) -> Tensor:
+    """The u of the next round; shares are the factors on base of calibration and of this round."""
+    fixed, first = scales
+    target = torch.where(columns["every_round"] > 0, shares[1], shares[0]) * base
+    moved = u ** columns["memory"] * target ** (1 - columns["memory"])
+    return torch.where(fixed, u, torch.where(first, torch.minimum(moved, u1), moved))
 
 
 def statistics(g: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -188,11 +243,14 @@ def chosen(errors: Tensor, tuning: int) -> tuple[int, float, Tensor]:
 
 def compare(problem: Problem, noise: str, rounds: int, rules: Mapping[str, Candidate], tuning: int) -> dict[str, float]:
     """Name of a rule -> its median error over that of the grid; without noise, in percent of the length of w*."""
-    best, by, _ = chosen(grid_errors(problem, rounds), tuning)
+    best, by, _ = chosen(grid_errors(problem, rounds, GRID), tuning)
     u, ratio, step = GRID[best].tolist()
     print(f"{noise}, {rounds} rounds: grid {by:.4g} at u={u:.3g}, d/u={ratio:.2g}, step={step:.3g}", flush=True)
     start = float(torch.linalg.vector_norm(problem.truth[tuning:], dim=-1).quantile(0.5))
     result = {"the grid's error": by}
+    if any(rule.outer for rule in rules.values()):
+        _, random, _ = chosen(grid_errors(problem, rounds, random_points(len(GRID))), tuning)
+        result["bi2clip, best of 720 random points"] = 100 * random / start if noise == "none" else random / by
     pairs = [(rule, step) for rule in rules.values() for step in STEPS]
     errors = torch.cat(
         [rule_errors(problem, rounds, *zip(*pairs[i : i + 400], strict=True)) for i in range(0, len(pairs), 400)]
@@ -225,11 +283,13 @@ def main() -> None:
     parser.add_argument("--tune", type=int, default=4, help="tuning seeds")
     parser.add_argument("--fresh", type=int, default=10, help="fresh seeds")
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--algorithm", choices=("avg-biclip", "bi2clip"), default="avg-biclip")
+    parser.add_argument("--noises", nargs="*", choices=list(NOISES), default=list(NOISES))
     parser.add_argument("--rounds", type=int, nargs="*", default=[60, 240])
     parser.add_argument("--rules", nargs="*", help="names; all of them by default")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
-    rules = candidates()
+    rules = candidates() if arguments.algorithm == "avg-biclip" else bi2clip_candidates()
     if arguments.rules:
         rules = {name: rules[name] for name in arguments.rules}
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.tune + arguments.fresh)
@@ -237,8 +297,8 @@ def main() -> None:
     first = Batches.of(NOISES["none"], seeds, NODES, steps, BATCH)  # the order of samples is that of all noises
     results: dict[str, dict[str, float]] = {}
     for rounds in arguments.rounds:
-        for noise, task in NOISES.items():
-            problem = Problem(task, seeds, (first.rows, first.share), arguments.device)
+        for noise in arguments.noises:
+            problem = Problem(NOISES[noise], seeds, (first.rows, first.share), arguments.device)
             results[f"{noise}, {rounds}"] = compare(problem, noise, rounds, rules, arguments.tune)
     print(table(results))
     if arguments.json:
