@@ -19,8 +19,9 @@ from tailopt.clipping.operators import Number, compute_dtype, real_parts
 from tailopt.clipping.reference import ClipByValue, Momentum, Step
 from tailopt.clipping.step_cache import StepCache
 from tailopt.optimizers.auto_thresholds import check_auto, has_one_step, is_auto, is_calibrating, numbers, observe
-from tailopt.optimizers.clipping_optimizer import ClippingOptimizer, Gathered, Group, GroupAndStep, ScopeOf
+from tailopt.optimizers.clipping_optimizer import ClippingOptimizer
 from tailopt.optimizers.exact_state import restore_exact_types
+from tailopt.optimizers.groups import Gathered, Group, GroupAndStep, ScopeOf
 from tailopt.optimizers.threshold_warning import ThresholdCheck
 
 

@@ -24,7 +24,7 @@ from tailopt.clipping.dtensor import summed
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.operators import Number, biclip, check_kind, check_shape, check_thresholds
 from tailopt.clipping.reference import ClipByValue, Step
-from tailopt.optimizers.clipping_optimizer import Group
+from tailopt.optimizers.groups import Group
 
 SETTINGS = ("u", "d", "dead_zone")
 

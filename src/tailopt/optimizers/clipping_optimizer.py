@@ -6,10 +6,9 @@ There is no arithmetic here. A step gathers parameters and gradients, validates,
 
 from __future__ import annotations
 
-import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,60 +21,13 @@ from tailopt.clipping.dtensor import is_dtensor, local_pair
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.norms import nonfinite
 from tailopt.clipping.operators import Number, check_kind, check_shape, check_thresholds, threshold_order
-from tailopt.clipping.reference import Step
 from tailopt.clipping.step_cache import StepCache
 from tailopt.native.calls import DTYPES
+from tailopt.optimizers.groups import CheckedGroups, Gathered, GatheredGroup, Group, GroupAndStep, ScopeOf
 from tailopt.optimizers.threshold_warning import warn_caller
 
 POLICIES = ("propagate", "skip", "raise")
 STATISTICS = {False: None, "counts": "counts", True: "sampled", "complete": "complete"}
-Group = dict[str, Any]
-GroupAndStep = tuple[Group, StepGroup]
-ScopeOf = Callable[[int, int], int]  # (batch, position in it) -> which tensors are skipped together
-
-
-class GatheredGroup(NamedTuple):
-    """A group, its parameters that have gradients, and what an optimizer with momentum keeps of them."""
-
-    group: Group
-    params: list[Tensor]
-    grads: list[Tensor]
-    momenta: list[Tensor]
-    step_counts: list[Tensor]
-
-
-Gathered = list[GatheredGroup]
-
-
-class CheckedGroups:
-    """The groups whose settings were checked, and the steps that were built from them.
-
-    An entry is valid while every setting of the group is the very object that was checked. A group with a tensor among
-    its settings has no entry: the tensor may change in place.
-    """
-
-    def __init__(self, settings: Iterable[str]) -> None:
-        self._settings = operator.itemgetter(*settings)
-        self._checked: dict[int, tuple[Any, ...]] = {}  # by id of the group
-        self._steps: dict[int, list[tuple[list[int] | None, Step]]] = {}
-
-    def __contains__(self, group: Group) -> bool:
-        current, checked = self._settings(group), self._checked.get(id(group), ())
-        return len(current) == len(checked) and all(map(operator.is_, current, checked))
-
-    def add(self, group: Group) -> None:
-        """Remember the settings of a group that was just checked; forget the steps of the settings before."""
-        settings = self._settings(group)
-        self._checked[id(group)] = () if any(isinstance(value, Tensor) for value in settings) else settings
-        self._steps.pop(id(group), None)
-
-    def steps(self, group: Group) -> list[tuple[list[int] | None, Step]] | None:
-        """The steps that were kept for a group since its settings were checked."""
-        return self._steps.get(id(group))
-
-    def keep_steps(self, group: Group, steps: list[tuple[list[int] | None, Step]]) -> None:
-        """Keep the steps of a group: as the same objects, they are recognised by the step cache."""
-        self._steps[id(group)] = steps
 
 
 class ClippingOptimizer(Optimizer):

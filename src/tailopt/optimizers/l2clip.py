@@ -17,7 +17,8 @@ from tailopt.clipping.norms import NormRequest, scalings
 from tailopt.clipping.operators import Number, compute_dtype
 from tailopt.clipping.reference import Step
 from tailopt.clipping.step_cache import StepCache
-from tailopt.optimizers.clipping_optimizer import ClippingOptimizer, Gathered, Group, GroupAndStep, ScopeOf
+from tailopt.optimizers.clipping_optimizer import ClippingOptimizer
+from tailopt.optimizers.groups import Gathered, Group, GroupAndStep, ScopeOf
 
 SCOPES = ("global", "group", "tensor")
 
