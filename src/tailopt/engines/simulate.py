@@ -20,6 +20,7 @@ from tailopt.engines.engine import Evaluate
 from tailopt.engines.loop import Loop, Reporting
 from tailopt.engines.model_state import ModelState, trainable
 from tailopt.engines.sequential import PRECISIONS, LocalTraining, Sequential
+from tailopt.engines.vectorized import Vectorized
 from tailopt.evaluation import modes_of, restore_modes
 from tailopt.records.folder import open_run
 from tailopt.records.run_config import storable
@@ -29,7 +30,7 @@ from tailopt.rounds.hyperparameters import AlgorithmHyperparameters
 from tailopt.rounds.participants import Chooser, checked_weights
 from tailopt.rounds.policy import RoundPolicy
 
-ENGINES = ("auto", "sequential")
+ENGINES = {"auto": Sequential, "sequential": Sequential, "vectorized": Vectorized}
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,9 @@ def simulate(
         guard: leave out displacements that are not finite, or larger than the inner optimizer can make them.
         aggregate: "mean", or a robust mean: "median-norm", "trimmed-mean", "coordinate-median" or "centred-clipping".
             These hold every node's displacement at once, and ignore weights: only equal ones are accepted.
-        engine: "sequential", or "auto", which is the same.
+        engine: "sequential" trains one node after another; "vectorized" all of them as one batched program, with the
+            same results up to rounding where the model draws nothing at random, in the memory of all nodes together;
+            "auto" is "sequential", so that one seed gives one result everywhere.
         device: where the nodes compute; by default where the model is.
         precision: None or "bf16" (autocast; weights and displacements stay as they are).
         evaluate: model -> a mapping of numbers, every `evaluate_every` rounds and after the last.
@@ -143,7 +146,7 @@ def simulate(
         >>> result.history[-1]["loss"] < 0.02
         True
     """
-    check_choice("engine", engine, ENGINES)
+    check_choice("engine", engine, tuple(ENGINES))
     check_counts(rounds=rounds)  # a simulation has an end
     check_flags(resume=resume, inplace=inplace)
     check_function("loss", loss, "a function (model, batch) that returns a scalar tensor")
@@ -176,7 +179,7 @@ def simulate(
         loggers=loggers,
         progress=progress,
     )
-    simulation = _Simulation(model, algorithm, policy, loss, source, schedules, device, precision)
+    simulation = _Simulation(model, algorithm, policy, loss, source, schedules, device, precision, engine)
     return simulation.run(
         reporting, _RunFolderOptions(run, resume, {"batch_size": batch_size}, describe or {}), inplace
     )
@@ -208,6 +211,7 @@ class _Simulation:
     schedules: Any
     device: torch.device | str | None
     precision: str | None
+    engine: str
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, tuple(PRECISIONS))
@@ -224,7 +228,7 @@ class _Simulation:
         hparams.check_first_round()
         working = (self.model if inplace else copy.deepcopy(self.model)).to(device)
         modes = modes_of(working)
-        engine = Sequential(working, self._training(hparams, device, reporting.statistics, records))
+        engine = ENGINES[self.engine](working, self._training(hparams, device, reporting.statistics, records))
         state = engine.initial_state(self.policy.average)
         with _restoring_global_rng(device):
             config = self._config(reporting.statistics, records)
@@ -280,6 +284,8 @@ class _Simulation:
             **policy,
             "precision": self.precision,
             "statistics": statistics,
+            # folders of the sequential engine do not name it
+            **({"engine": self.engine} if self.engine == "vectorized" else {}),
             "seed": seed,
         }
         return {**{key: storable(value) for key, value in config.items()}, **records.describe}

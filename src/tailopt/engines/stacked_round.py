@@ -1,0 +1,120 @@
+"""The local steps of many nodes at once.
+
+In every step, nodes whose batches have one shape, whose inner states count the same steps and whose hyperparameters are
+the same go through the program together. Usually these are all nodes; where some differ, each kind of them runs by
+itself, with the numbers that it would have alone. Nothing is padded, so any loss is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tailopt.engines.routes import VmapRefused
+from tailopt.engines.sequential import _with_location as with_location
+from tailopt.engines.sequential import seed_torch
+from tailopt.engines.stacked_batches import NodeBatches, signature, stacked
+from tailopt.engines.stacked_model import StackedModel
+from tailopt.engines.stacked_rules import InnerSteps, Rows
+from tailopt.rules.rule import Hyperparameters
+from tailopt.seeds import derive_seed, step_seed
+
+
+@dataclass
+class StackedNodes:
+    """The nodes of a round: weights by parameter, and the buffers that the model changes; nodes come first."""
+
+    weights: list[Tensor]
+    buffers: dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackedRound:
+    """Takes the local steps of a round.
+
+    Args:
+        program: losses and gradients of all nodes.
+        inner: the inner steps.
+        hparams_at: (round, local steps taken so far) -> hyperparameters.
+        plain_loss: the loss of the model itself on one node's batch. It runs where the program fails, to tell an error
+            of the model from one of vmap.
+        seed: of the run.
+        device: where the nodes compute.
+        watch: called before each step with rows, weights, gradients and hyperparameters; for statistics.
+    """
+
+    program: StackedModel
+    inner: InnerSteps
+    hparams_at: Callable[[int, int], Hyperparameters]
+    plain_loss: Callable[[Any], None]
+    seed: int
+    device: torch.device
+    watch: Callable[[list[int], Sequence[Tensor], Sequence[Tensor | None], Hyperparameters], None] | None = None
+
+    def run(self, nodes: StackedNodes, sources: Sequence[NodeBatches], t: int) -> Tensor:
+        """Take all local steps of round t, in place; returns the mean loss of every node, in float64."""
+        seed = derive_seed(self.seed, "model", t)
+        total: Tensor | None = None
+        for step in range(max(source.steps for source in sources)):
+            members: dict[Hashable, list[int]] = {}
+            batches: dict[int, Any] = {}
+            for row, source in enumerate(sources):
+                if step < source.steps:
+                    try:
+                        batches[row] = source.next(self.device)
+                    except Exception as error:
+                        raise with_location(error, source.node, t, step) from error.__cause__
+                    hparams = self.hparams_at(t, source.steps_done + step)
+                    key = signature(batches[row]), id(hparams), self.inner.kind(row)
+                    members.setdefault(key, []).append(row)
+            seed_torch(step_seed(seed, step), self.device)
+            for rows in members.values():
+                hparams = self.hparams_at(t, sources[rows[0]].steps_done + step)
+                everybody = len(rows) == len(sources)
+                index = None if everybody else torch.tensor(rows, device=self.device)
+                try:
+                    losses = self._step(nodes, rows, index, stacked([batches[row] for row in rows]), hparams)
+                except VmapRefused as error:
+                    self._blame_the_model([(sources[row].node, batches[row]) for row in rows], t, step)
+                    raise error from error.__cause__
+                except ValueError as error:
+                    raise with_location(error, sources[rows[0]].node, t, step) from error.__cause__
+                if total is None:
+                    total = torch.zeros((len(sources), *losses.shape[1:]), dtype=torch.float64, device=self.device)
+                if index is None:
+                    total += losses.double()
+                else:
+                    total.index_add_(0, index, losses.double())
+        assert total is not None
+        counts = torch.tensor([float(source.steps) for source in sources], dtype=torch.float64, device=self.device)
+        return total / counts.reshape(-1, *[1] * (total.dim() - 1))
+
+    def _step(self, nodes: StackedNodes, rows: list[int], index: Rows, batch: Any, hparams: Hyperparameters) -> Tensor:
+        weights, buffers = nodes.weights, nodes.buffers
+        if index is not None:
+            weights = [w.index_select(0, index) for w in weights]
+            buffers = {name: b.index_select(0, index) for name, b in buffers.items()}
+        losses, grads, new_buffers = self.program.gradients(weights, buffers, batch)
+        if self.watch is not None:
+            self.watch(rows, weights, grads, hparams)
+        self.inner.step(index, weights, grads, hparams)
+        if index is None:
+            nodes.buffers.update(new_buffers)
+            return losses
+        for whole, part in zip(nodes.weights, weights, strict=True):
+            whole.index_copy_(0, index, part)
+        for name, part in new_buffers.items():
+            nodes.buffers[name].index_copy_(0, index, part)
+        return losses
+
+    def _blame_the_model(self, batches: Sequence[tuple[int, Any]], t: int, step: int) -> None:
+        """Raise the error that the model itself has with a node's batch, if it has one."""
+        for node, batch in batches:
+            try:
+                self.plain_loss(batch)
+            except Exception as error:
+                raise with_location(error, node, t, step) from error.__cause__
