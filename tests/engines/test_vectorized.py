@@ -49,6 +49,11 @@ def algorithm(name: str, d: float = 0.0) -> tailopt.Algorithm:
     return tailopt.algorithm(name, **INNER[inner](d), **OUTER[outer](d))
 
 
+# With lower thresholds, lifted steps of equal size may cancel exactly: within a node after an even number of steps, and
+# between nodes of equal weight. What is left is rounding error, which an outer lower threshold would lift to a step.
+LIFTED: dict[str, Any] = {"local_steps": 3, "weights": [1.0, 1.3, 1.7]}
+
+
 def run(given: Case, algo: tailopt.Algorithm, engine: str, **more: Any) -> tailopt.Result:
     options: dict[str, Any] = {"rounds": ROUNDS, "progress": False}
     if "data" not in more:
@@ -130,13 +135,13 @@ def test_only_buffers_that_change_are_stacked() -> None:
 @pytest.mark.parametrize("model", ["linear", "mlp"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_all_algorithms_follow_the_sequential_engine(name: str, model: str, d: float) -> None:
-    both(case(model), algorithm(name, d))
+    both(case(model), algorithm(name, d), **LIFTED if d else {})
 
 
 @pytest.mark.parametrize("name", ["avg-sgd", "bi2clip"])
 @pytest.mark.parametrize("model", TRANSFORMERS)
 def test_transformers_follow_the_sequential_engine(model: str, name: str) -> None:
-    both(case(model), algorithm(name, 0.3), rounds=3)
+    both(case(model), algorithm(name, 0.3), rounds=3, **LIFTED)
 
 
 @pytest.mark.slow
@@ -144,7 +149,7 @@ def test_transformers_follow_the_sequential_engine(model: str, name: str) -> Non
 @pytest.mark.parametrize("model", TRANSFORMERS)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_all_algorithms_on_transformers(name: str, model: str, d: float) -> None:
-    both(case(model), algorithm(name, d))
+    both(case(model), algorithm(name, d), **LIFTED if d else {})
 
 
 # Options of a round

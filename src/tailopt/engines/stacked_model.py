@@ -13,7 +13,7 @@ model does not change, stay unstacked.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from tailopt.engines.attention import batchable_copy
 from tailopt.engines.batches import LossFunction
 from tailopt.engines.model_state import Buffers, trainable
 from tailopt.engines.routes import ROUTES, VmapRefused
+from tailopt.engines.shared_linear import folding_linear_layers
 
 
 class StackedGradients(NamedTuple):
@@ -123,7 +124,8 @@ class StackedModel:
             values |= {f"model.{name}": b.clone() for name, b in zip(self.changing, buffers, strict=True)}
             tensors = iter(leaves)
             own = tree_map(lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf, batch)
-            return torch.func.functional_call(self._program, values, (own, self.changing))
+            with folding_linear_layers() if self._configurations else nullcontext():
+                return torch.func.functional_call(self._program, values, (own, self.changing))
 
         # different: every copy has its own dropout masks
         all_copies = one
