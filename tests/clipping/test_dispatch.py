@@ -106,6 +106,37 @@ def test_equals_the_reference_bit_for_bit(kernel: str, how: str, dtype: torch.dt
 
 
 @needs_fma
+@needs_fma
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 4, 17), (3, 4, 5, 7), (4, 40)])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_rows_have_the_bits_of_each_row(shape: tuple[int, ...], decay: float, dtype: torch.dtype) -> None:
+    """Numbers of 4 configurations, along the second dimension or the first."""
+    p, g = (special(math.prod(shape), dtype, seed).reshape(shape) for seed in (1, 2))
+    k = shape.index(4)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    u, share, lr = (torch.rand(4, generator=torch.Generator().manual_seed(s)).to(wide) for s in (1, 2, 3))
+    trailing = [1] * (len(shape) - k - 1)
+    tensors = [t.reshape(4, *trailing) for t in (u, u * share, lr)]
+    step = Step(ClipByValue(tensors[0], tensors[1], 0.01), tensors[2], decay)
+    assert which(p, g, step).kernel.name == "rows"
+    (after,) = run("rows", [(p, g)], step)
+    for c in range(4):
+        # a 0-dim lr, since the decay of a tensor is formed in the type of the arithmetic
+        own = Step(ClipByValue(float(u[c]), float(u[c] * share[c]), 0.01), lr[c], decay)
+        index = (slice(None),) * k + (c,)
+        assert not differing(p[index], g[index], after[index], own)
+
+
+def test_rows_refuse_what_they_cannot_take() -> None:
+    p, g = torch.zeros(4, 32), torch.ones(4, 32)
+    step = Step(ClipByValue(torch.ones(4, 1), 0.0), 0.1)
+    assert which(p, g, step).kernel.name == "rows"
+    assert "shorter than 16" in which(p, g, Step(ClipByValue(torch.ones(32), 0.0), 0.1)).why
+    assert "not contiguous" in which(p.t(), g.t(), Step(ClipByValue(torch.ones(32, 1), 0.0), 0.1)).why
+    assert "differentiated" in which(p, g, Step(ClipByValue(torch.ones(4, 1, requires_grad=True), 0.0), 0.1)).why
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_chunked_at_its_edges(dtype: torch.dtype) -> None:
     for n in (CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3):

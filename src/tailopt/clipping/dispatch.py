@@ -3,6 +3,7 @@
 `which(p, g, step)` answers which kernel a tensor gets and the reason.
 
     c         the C kernel: CPU, one parallel region for everything, no extra memory
+    rows      the C kernel row by row: thresholds or lr that vary along leading dimensions
     chunked   torch operations through small buffers that stay in cache: CPU without the C kernel
     foreach   torch._foreach_* over the list: GPUs
     single    tensor by tensor; takes everything, can be traced and differentiated
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from tailopt.clipping.counts import StatisticsRecorder, count_in_torch
 from tailopt.clipping.dtensor import is_dtensor, local_pair, local_part
-from tailopt.clipping.kernels import c, chunked, foreach, single
+from tailopt.clipping.kernels import c, chunked, foreach, rows, single
 from tailopt.clipping.kernels.kernel import Kernel, StepGroup, has_dimensions, is_scalar
 from tailopt.clipping.memory import check_memory
 from tailopt.clipping.momentum import advance
@@ -33,6 +34,7 @@ PIECE = 1 << 26  # elements of a tensor that are handled at once by a kernel tha
 # Tests, benchmarks and the support matrix loop over this list.
 KERNELS: dict[str, Kernel] = {
     "c": Kernel("c", c.run, c.refuses),
+    "rows": Kernel("rows", rows.run, rows.refuses),
     "chunked": Kernel("chunked", chunked.run, chunked.refuses),
     "foreach": Kernel("foreach", foreach.run, foreach.refuses),
     "single": Kernel("single", single.run, single.refuses),
@@ -59,7 +61,7 @@ def which(p: Tensor, g: Tensor, step: Step, kernel: str | None = None) -> Choice
         >>> which(p, g, Step(ClipByValue(1.0, 0.0), lr=0.1), kernel="foreach").kernel.name
         'foreach'
     """
-    order = (kernel,) if kernel else ("foreach",) if p.device.type != "cpu" else ("c", "chunked")
+    order = (kernel,) if kernel else ("foreach",) if p.device.type != "cpu" else ("c", "rows", "chunked")
     reasons: list[str] = []
     for name in order:
         why_not = KERNELS[name].refuses(p, g, step)
