@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 
-class folding_linear_layers(TorchFunctionMode):  # noqa: N801  # a context manager, like torch.no_grad
+class folding_linear_layers(TorchFunctionMode):  # a context manager, like torch.no_grad
     """Within this context, linear layers with stacked weights and one input are one matrix product."""
 
     def __torch_function__(
@@ -35,7 +35,7 @@ def _of_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 class _Linear(torch.autograd.Function):
-    """`linear`, with a batching rule of its own. Differentiation happens below vmap, where the rule has been applied."""
+    """`linear`, with a batching rule of its own. It is differentiated below vmap, where the rule has been applied."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -63,8 +63,8 @@ class _Linear(torch.autograd.Function):
             return torch.vmap(linear, in_dims=in_dims)(x, weight, bias), 0
         stacked = weight.movedim(of_weight, 0)
         # weights on the left: their gradient then lies in memory as they do, and the optimizer's step is faster
-        y = (stacked.flatten(0, 1) @ x.reshape(-1, x.shape[-1]).mT).unflatten(-1, x.shape[:-1])
-        y = y.unflatten(0, stacked.shape[:2]).movedim(1, -1)
+        y = stacked.flatten(0, 1) @ x.reshape(-1, x.shape[-1]).mT
+        y = y.reshape(*stacked.shape[:2], *x.shape[:-1]).movedim(1, -1)
         if bias is not None:
             own = bias[None] if of_bias is None else bias.movedim(of_bias, 0)
             y = y + own.reshape(len(own), *[1] * (x.dim() - 1), -1)

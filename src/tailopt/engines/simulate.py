@@ -167,8 +167,8 @@ def simulate(
         aggregate=aggregate,
         seed=seed,
     )
-    source = _batch_source(data, batches, nodes, batch_size, policy)
-    policy = replace(policy, nodes=source.nodes, weights=_node_weights(weights, source))
+    source = batch_source(data, batches, nodes, batch_size, policy)
+    policy = replace(policy, nodes=source.nodes, weights=node_weights(weights, source))
     reporting = Reporting(
         title=algorithm.name,
         evaluate=evaluate,
@@ -179,14 +179,12 @@ def simulate(
         loggers=loggers,
         progress=progress,
     )
-    simulation = _Simulation(model, algorithm, policy, loss, source, schedules, device, precision, engine)
-    return simulation.run(
-        reporting, _RunFolderOptions(run, resume, {"batch_size": batch_size}, describe or {}), inplace
-    )
+    simulation = Simulation(model, algorithm, policy, loss, source, schedules, device, precision, engine)
+    return simulation.run(reporting, RunFolderOptions(run, resume, {"batch_size": batch_size}, describe or {}), inplace)
 
 
 @dataclass(frozen=True)
-class _RunFolderOptions:
+class RunFolderOptions:
     """Where a simulation is recorded: its run folder, and further entries of its configuration."""
 
     folder: str | os.PathLike[str] | None
@@ -200,7 +198,7 @@ class _RunFolderOptions:
 
 
 @dataclass(frozen=True)
-class _Simulation:
+class Simulation:
     """Everything that decides the bits of a simulation."""
 
     model: torch.nn.Module
@@ -216,7 +214,7 @@ class _Simulation:
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, tuple(PRECISIONS))
 
-    def run(self, reporting: Reporting, records: _RunFolderOptions, inplace: bool) -> Result:
+    def run(self, reporting: Reporting, records: RunFolderOptions, inplace: bool) -> Result:
         """Train, in the model itself or in a copy of it."""
         if records.folder is not None and self.batches.not_repeatable_because:
             raise ValueError(
@@ -230,7 +228,7 @@ class _Simulation:
         modes = modes_of(working)
         engine = ENGINES[self.engine](working, self._training(hparams, device, reporting.statistics, records))
         state = engine.initial_state(self.policy.average)
-        with _restoring_global_rng(device):
+        with restoring_global_rng(device):
             config = self._config(reporting.statistics, records)
             run = open_run(records.folder, config, records.resume) if records.folder is not None else None
             try:
@@ -252,7 +250,7 @@ class _Simulation:
         return Result(working, mean, loop.history, self.algorithm, self.policy.seed)
 
     def _training(
-        self, hparams: AlgorithmHyperparameters, device: torch.device, statistics: bool, records: _RunFolderOptions
+        self, hparams: AlgorithmHyperparameters, device: torch.device, statistics: bool, records: RunFolderOptions
     ) -> LocalTraining:
         return LocalTraining(
             algorithm=self.algorithm,
@@ -266,7 +264,7 @@ class _Simulation:
             resumable=records.folder is not None,
         )
 
-    def _config(self, statistics: bool, records: _RunFolderOptions) -> dict[str, Any]:
+    def _config(self, statistics: bool, records: RunFolderOptions) -> dict[str, Any]:
         """Return what the run folder says about this simulation.
 
         The order of the keys is part of the format: checkpoints contain the digest of config.toml.
@@ -303,13 +301,14 @@ def algorithm_config(algorithm: Algorithm) -> dict[str, Any]:
     }
 
 
-def _batch_source(
+def batch_source(
     data: Sequence[Any] | None,
     batches: BatchFunction | None,
     nodes: int | None,
     batch_size: int | None,
     policy: RoundPolicy,
 ) -> BatchSource:
+    """Return where batches come from: one dataset per node, or a function; anything else is refused."""
     steps, epochs = policy.local_steps, policy.local_epochs
     if (data is None) == (batches is None):
         raise ValueError("Give data, one Dataset or DataLoader per node, or batches, a function; one of the two.")
@@ -329,7 +328,8 @@ def _batch_source(
     return FunctionBatches(batches, nodes, steps, policy.seed)
 
 
-def _node_weights(weights: Sequence[float] | str | None, source: BatchSource) -> tuple[float, ...]:
+def node_weights(weights: Sequence[float] | str | None, source: BatchSource) -> tuple[float, ...]:
+    """Return the weight of every node in the mean: equal, by samples, or as given."""
     if weights is None:
         return (1.0,) * source.nodes
     if isinstance(weights, str):
@@ -352,7 +352,7 @@ def _check_model(model: torch.nn.Module, algorithm: Algorithm) -> None:
 
 
 @contextmanager
-def _restoring_global_rng(device: torch.device) -> Iterator[None]:
+def restoring_global_rng(device: torch.device) -> Iterator[None]:
     """Give every global generator its state back: a simulation seeds them, and its caller should not notice."""
     devices = [device] if device.type != "cpu" else []
     plain = random.getstate()

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tailopt.engines.attention import batchable_copy
 from tailopt.engines.batches import LossFunction
+from tailopt.engines.memory_plan import is_out_of_memory
 from tailopt.engines.model_state import Buffers, trainable
 from tailopt.engines.routes import ROUTES, VmapRefused
 from tailopt.engines.shared_linear import folding_linear_layers
@@ -107,9 +108,9 @@ class StackedModel:
         leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         try:
             found: StackedGradients = self._gradients(weights, [buffers[n] for n in self.changing], leaves, batch)
-        except (torch.OutOfMemoryError, MemoryError, _InvalidLoss):
-            raise
         except Exception as error:
+            if isinstance(error, _InvalidLoss) or is_out_of_memory(error):
+                raise
             raise VmapRefused.of(error) from error
         return found
 

@@ -47,7 +47,7 @@ class StackedSteps:
     """
 
     def __init__(self, rule: Rule, leading: int = 1) -> None:
-        self._rule, self._leading = rule, leading
+        self.rule, self._leading = rule, leading
         self._cache = StepCache()
         self._tensors: list[dict[str, Tensor]] = []  # by parameter: what all nodes have, stacked
         self._plain: list[list[State]] = []  # by node and parameter: other values, and None for each tensor it has
@@ -109,6 +109,15 @@ class StackedSteps:
             for tensors, plain in zip(self._tensors, self._plain[row], strict=True)
         ]
 
+    def tensors(self, key: str) -> list[Tensor | None]:
+        """Return one tensor of the state for every parameter, of all nodes; None before the first step."""
+        return [tensors.get(key) for tensors in self._tensors]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep some rows, and forget the others."""
+        self._tensors = [{key: t.index_select(0, rows) for key, t in tensors.items()} for tensors in self._tensors]
+        self._plain = [self._plain[row] for row in rows.tolist()]
+
     def _rule_step(
         self,
         weights: list[Tensor],
@@ -120,13 +129,13 @@ class StackedSteps:
         if not weights:
             return
         hparams = with_node_dead_zones(weights, grads, hparams, self._leading)
-        if self._rule.needs_norm:
-            self._rule.step(weights, grads, states, {**hparams, "leading": self._leading}, cache)
+        if self.rule.needs_norm:
+            self.rule.step(weights, grads, states, {**hparams, "leading": self._leading}, cache)
         elif not any(isinstance(value, list) for value in hparams.values()):
-            self._rule.step(weights, grads, states, hparams, cache)
+            self.rule.step(weights, grads, states, hparams, cache)
         else:
             for i, (w, g, s) in enumerate(zip(weights, grads, states, strict=True)):
-                self._rule.step([w], [g], [s], {k: value_for_param(v, i) for k, v in hparams.items()})
+                self.rule.step([w], [g], [s], {k: value_for_param(v, i) for k, v in hparams.items()})
 
     def _taken(self, i: int, plain: State, rows: Rows) -> State:
         tensors = self._tensors[i]
@@ -152,7 +161,7 @@ class SeparateSteps:
     """Steps of a class of torch.optim, node after node: what it does with a tensor of more dimensions is unknown."""
 
     def __init__(self, rule: Rule) -> None:
-        self._rule = rule
+        self.rule = rule
         self._states: list[list[State]] = []
 
     def begin(self, states: Sequence[list[State]]) -> None:
@@ -172,7 +181,7 @@ class SeparateSteps:
             params = [as_real(weights[i][k]) for i in moving]
             gradients = [as_real(g[k]) for g in grads if g is not None]
             if params:
-                self._rule.step(params, gradients, [self._states[row][i] for i in moving], hparams)
+                self.rule.step(params, gradients, [self._states[row][i] for i in moving], hparams)
 
     def state(self, row: int) -> list[State]:
         """Return the states of one node."""

@@ -1,0 +1,304 @@
+"""Many configurations of one algorithm, trained side by side: what a sweep runs.
+
+Weights are stacked as [configurations, *shape], and as [nodes, configurations, *shape] during local steps. In every
+round all configurations have the participants, the batches and the seeds of `tailopt.simulate`, and each follows its
+simulation up to rounding. A configuration of which no displacement is finite any more ends, and the others go on
+without it.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tailopt.algorithms import Algorithm
+from tailopt.arguments import check_choice, check_counts, check_function
+from tailopt.engines.batches import BatchFunction, BatchSource, LossFunction
+from tailopt.engines.configuration_rounds import ConfigurationBatch, Configurations, Ended, Measure
+from tailopt.engines.configuration_settings import check_one_algorithm
+from tailopt.engines.loop import Reporting
+from tailopt.engines.memory_plan import MemoryPlan, available, is_out_of_memory, planned
+from tailopt.engines.model_state import trainable
+from tailopt.engines.routes import SEQUENTIAL, Route, VmapRefused
+from tailopt.engines.sequential import PRECISIONS
+from tailopt.engines.simulate import RunFolderOptions, Simulation, batch_source, node_weights, restoring_global_rng
+from tailopt.rounds.participants import Chooser
+from tailopt.rounds.policy import RoundPolicy
+from tailopt.rounds.settle import EveryoneExcluded
+
+ENGINES = ("auto", "vectorized", SEQUENTIAL)
+PLANNED_BY = 3  # configurations that run to plan the memory of more
+MEMORY_SHARE = 0.5  # of what is free, where no limit is given: other processes need some too
+
+
+@dataclass(frozen=True)
+class ConfigurationsResult:
+    """What many configurations leave.
+
+    Attributes:
+        weights: by name, [configurations, *shape]: after the last round, or after the last one that a configuration
+            finished.
+        buffers: by name, those that the model changes.
+        losses: [configurations, rounds], in float64; NaN where a configuration had ended.
+        measured: what `measure` returned, by name: [configurations, rounds].
+        ended: the configurations that ended early: number -> round and reason.
+        route: how they were run, and why this way.
+        batch: how many ran side by side.
+        plan: the memory that was predicted for one batch, or None on the sequential route.
+    """
+
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    losses: Tensor
+    measured: dict[str, Tensor]
+    ended: dict[int, Ended]
+    route: Route
+    batch: int
+    plan: MemoryPlan | None = None
+
+    @torch.no_grad()
+    def load_into(self, model: torch.nn.Module, configuration: int) -> None:
+        """Load the weights and buffers of one configuration into a model."""
+        own = dict(zip(*trainable(model), strict=True))
+        for name, stacked in self.weights.items():
+            own[name].copy_(stacked[configuration])
+        buffers = dict(model.named_buffers())
+        for name, stacked in self.buffers.items():
+            buffers[name].copy_(stacked[configuration])
+
+
+def run_configurations(
+    model: torch.nn.Module,
+    algorithms: Sequence[Algorithm],
+    *,
+    loss: LossFunction,
+    data: Sequence[Any] | None = None,
+    batches: BatchFunction | None = None,
+    nodes: int | None = None,
+    rounds: int,
+    local_steps: int | None = None,
+    local_epochs: int | None = None,
+    batch_size: int | None = None,
+    weights: Sequence[float] | str | None = None,
+    participation: float | Chooser = 1.0,
+    participants: int | None = None,
+    sampling: str = "uniform",
+    projection: float | None = None,
+    schedules: Any = None,
+    engine: str = "auto",
+    device: torch.device | str | None = None,
+    precision: str | None = None,
+    seed: int = 0,
+    measure: Measure | None = None,
+    batch: int | None = None,
+    memory_limit: int | None = None,
+) -> ConfigurationsResult:
+    """Train many configurations of one algorithm at once.
+
+    Args:
+        algorithms: the configurations: settings of one algorithm.
+        engine: "vectorized" raises where vmap refuses the model; "auto" then trains one configuration after another,
+            and `route` names the reason; "sequential" always does.
+        measure: (round, weights by name as [configurations, *shape]) -> numbers by name, each [configurations]; called
+            after every round with the configurations that have not ended.
+        batch: how many run side by side; by default as many as the memory holds.
+        memory_limit: bytes; by default half of what is free.
+
+    The other arguments are those of `tailopt.simulate`. Displacements that are not finite are left out as by its guard;
+    with a kept inner state they end the configuration.
+
+    Examples:
+        >>> from tailopt.algorithms import algorithm
+        >>> model = torch.nn.Linear(3, 1, bias=False)
+        >>> def squares(model, x):
+        ...     return (model(x).squeeze(-1) - x.sum(-1)).square().mean()
+        >>> def draw(node, round, step, generator):
+        ...     return torch.randn(8, 3, generator=generator)
+        >>> rates = [algorithm("avg-sgd", ilr=ilr) for ilr in (0.01, 0.1, 1e30)]
+        >>> found = run_configurations(model, rates, loss=squares, batches=draw, nodes=4, rounds=20, local_steps=5)
+        >>> int(found.losses[:, -1].nan_to_num(torch.inf).argmin()), sorted(found.ended), found.route.name
+        (1, [2], 'vmap')
+    """
+    check_choice("engine", engine, ENGINES)
+    check_choice("precision", precision, tuple(PRECISIONS))
+    check_counts(rounds=rounds, **({} if batch is None else {"batch": batch}))
+    check_function("loss", loss, "a function (model, batch) that returns a scalar tensor")
+    check_function("measure", measure, "a function of the round and the stacked weights, or None")
+    check_one_algorithm(algorithms)
+    policy = RoundPolicy(
+        rounds=rounds,
+        inner_state=algorithms[0].inner_state,
+        local_steps=local_steps,
+        local_epochs=local_epochs,
+        participation=participation,
+        participants=participants,
+        sampling=sampling,
+        projection=projection,
+        seed=seed,
+    )
+    source = batch_source(data, batches, nodes, batch_size, policy)
+    policy = replace(policy, nodes=source.nodes, weights=node_weights(weights, source))
+    task = Configurations(
+        model=model,
+        loss=loss,
+        batches=source,
+        policy=policy,
+        schedules=schedules,
+        device=torch.device(device) if device is not None else next(model.parameters()).device,
+        precision=precision,
+        measure=measure,
+    )
+    reason = _why_sequential(task, algorithms, engine)
+    with restoring_global_rng(task.device):
+        if not reason:
+            try:
+                return _side_by_side(task, algorithms, batch, memory_limit)
+            except VmapRefused as error:
+                if engine == "vectorized":
+                    raise
+                reason = str(error)
+        return _one_after_another(task, algorithms, Route(SEQUENTIAL, reason))
+
+
+def _why_sequential(task: Configurations, algorithms: Sequence[Algorithm], engine: str) -> str:
+    """Return why the configurations cannot run side by side; empty if they may."""
+    if engine == SEQUENTIAL:
+        return "asked for"
+    reason = ""
+    classes = [side for side in (algorithms[0].outer, algorithms[0].inner) if not isinstance(side, str)]
+    if classes:
+        reason = f"{classes[0].__name__} is a class of torch.optim, which steps on one model at a time"
+    if reason and engine == "vectorized":
+        raise ValueError(f'Invalid engine: "vectorized", but {reason}. Take engine="auto" or "sequential".')
+    return reason
+
+
+def _side_by_side(
+    task: Configurations, algorithms: Sequence[Algorithm], batch: int | None, memory_limit: int | None
+) -> ConfigurationsResult:
+    """Run batches of configurations; a batch for which there is not enough memory is halved."""
+    plan = None
+    if batch is None:
+        limit = memory_limit if memory_limit is not None else int((available(task.device) or 0) * MEMORY_SHARE)
+        if limit and len(algorithms) > PLANNED_BY and not task.batches.not_repeatable_because:
+            plan = _memory_plan(task, algorithms)
+            batch = plan.most(limit)
+    batch = min(batch or len(algorithms), len(algorithms))
+    if task.batches.not_repeatable_because and batch < len(algorithms):
+        raise ValueError(
+            f"Invalid data: {task.batches.not_repeatable_because}, and {len(algorithms)} configurations in batches of "
+            f"{batch} read them several times. Use a map-style dataset without a sampler, or fewer configurations."
+        )
+    found: list[ConfigurationsResult] = []
+    done = 0
+    route = Route("vmap", "all configurations and nodes as one program")
+    while done < len(algorithms):
+        try:
+            run = ConfigurationBatch(task, algorithms[done : done + batch])
+            run.train()
+        except Exception as error:
+            if not is_out_of_memory(error) or batch == 1:
+                raise
+            batch = -(-batch // 2)
+            warnings.warn(
+                f"Not enough memory: from here on {batch} configurations run side by side.", UserWarning, stacklevel=4
+            )
+            continue
+        ended = {done + c: end for c, end in run.ended.items()}
+        found.append(
+            ConfigurationsResult(run.weights(), run.final_buffers, run.losses, run.measured, ended, route, batch, plan)
+        )
+        done += batch
+    return _joined(found, batch, plan)
+
+
+def _memory_plan(task: Configurations, algorithms: Sequence[Algorithm]) -> MemoryPlan:
+    """Predict the memory of a batch from short runs of a few configurations.
+
+    Two rounds of two steps: after them all states exist. The first and the last point of a grid differ in all settings.
+    """
+    few = [algorithms[0], algorithms[-1], algorithms[len(algorithms) // 2]]
+    policy = replace(task.policy, rounds=2, local_steps=2, local_epochs=None)
+    short = replace(task, policy=policy, batches=_FewSteps(task.batches, 2), measure=None)
+    return planned(lambda n: ConfigurationBatch(short, few[:n]).train(), task.device)
+
+
+class _FewSteps:
+    """The batches of another source, of which a node takes only a few in a round."""
+
+    def __init__(self, source: BatchSource, most: int) -> None:
+        self._source, self._most = source, most
+        self.nodes, self.not_repeatable_because = source.nodes, source.not_repeatable_because
+        self.samples, self.batches = source.samples, source.batches
+
+    def steps(self, node: int) -> int:
+        """Return the local steps of a round."""
+        return min(self._most, self._source.steps(node))
+
+
+def _joined(found: Sequence[ConfigurationsResult], batch: int, plan: MemoryPlan | None) -> ConfigurationsResult:
+    if len(found) == 1:
+        return found[0]
+    first = found[0]
+    names = dict.fromkeys(key for result in found for key in result.measured)
+    measured = {
+        # where all configurations of a batch ended in the first round, nothing was measured
+        key: torch.cat([result.measured.get(key, torch.full_like(result.losses, torch.nan)) for result in found])
+        for key in names
+    }
+    return ConfigurationsResult(
+        {name: torch.cat([result.weights[name] for result in found]) for name in first.weights},
+        {name: torch.cat([result.buffers[name] for result in found]) for name in first.buffers},
+        torch.cat([result.losses for result in found]),
+        measured,
+        {c: end for result in found for c, end in result.ended.items()},
+        first.route,
+        batch,
+        plan,
+    )
+
+
+def _one_after_another(task: Configurations, algorithms: Sequence[Algorithm], route: Route) -> ConfigurationsResult:
+    """Run every configuration by `simulate`."""
+    return _joined([_simulated(task, a, c, route) for c, a in enumerate(algorithms)], 1, None)
+
+
+def _simulated(task: Configurations, algorithm: Algorithm, number: int, route: Route) -> ConfigurationsResult:
+    model = copy.deepcopy(task.model).to(task.device)
+    rows: list[dict[str, Any]] = []
+
+    def evaluate(trained: torch.nn.Module) -> dict[str, Any]:
+        stacked = {name: p.detach()[None] for name, p in zip(*trainable(trained), strict=True)}
+        assert task.measure is not None
+        return {key: float(value[0]) for key, value in task.measure(len(rows) + 1, stacked).items()}
+
+    policy, device = task.policy, task.device
+    run = Simulation(
+        model, algorithm, policy, task.loss, task.batches, task.schedules, device, task.precision, SEQUENTIAL
+    )
+    reporting = Reporting(
+        title=algorithm.name,
+        evaluate=None if task.measure is None else evaluate,
+        loggers=[rows.append],
+        progress=False,
+    )
+    ended: dict[int, Ended] = {}
+    try:
+        run.run(reporting, RunFolderOptions(None, False, {}, {}), inplace=True)
+    except EveryoneExcluded as error:
+        ended[number] = Ended(len(rows) + 1, str(error))
+    losses = torch.full((1, task.rounds), torch.nan, dtype=torch.float64)
+    measured: dict[str, Tensor] = {}
+    for k, row in enumerate(rows):
+        losses[0, k] = row["loss"]
+        for key, value in row["metrics"].items():
+            measured.setdefault(key, torch.full_like(losses, torch.nan))[0, k] = value
+    weights = {name: p.detach()[None].clone() for name, p in zip(*trainable(model), strict=True)}
+    buffers = {name: b[None].clone() for name, b in model.named_buffers()}
+    return ConfigurationsResult(weights, buffers, losses, measured, ended, route, 1)

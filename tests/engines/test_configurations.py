@@ -1,0 +1,305 @@
+"""Configurations side by side against a simulation of each."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+import tailopt
+from tailopt.algorithms import ALGORITHMS
+from tailopt.engines.configuration_rounds import ConfigurationBatch
+from tailopt.engines.configurations import ConfigurationsResult, run_configurations
+from tailopt.engines.memory_plan import peak
+from tailopt.engines.routes import VmapRefused
+from tailopt.engines.shared_linear import folding_linear_layers
+from tests.engines.small_models import Case, case, nowhere, squares, vectors
+from tests.engines.test_vectorized import INNER, OUTER, Branching, algorithm, own, uneven
+
+ROUNDS, STEPS, NODES = 5, 3, 3
+
+
+def settings(name: str, count: int = 3) -> list[tailopt.Algorithm]:
+    """Configurations that differ in every number."""
+    outer, inner = ALGORITHMS[name]
+    found = []
+    for k in range(count):
+        numbers = {**INNER[inner](0.3), **OUTER[outer](0.3)}
+        found.append(tailopt.algorithm(name, **{key: value * 0.8**k for key, value in numbers.items()}))
+    return found
+
+
+def arguments(given: Case, **more: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {"loss": given.loss, "rounds": ROUNDS}
+    if "data" not in more:
+        options |= {"batches": given.batches, "nodes": NODES}
+    if "local_epochs" not in more:
+        options["local_steps"] = STEPS
+    # unequal weights: lifted steps of equal size must not cancel
+    if "weights" not in more:
+        options["weights"] = [1.0, 1.3, 1.7]
+    return options | more
+
+
+def compare(given: Case, algorithms: list[tailopt.Algorithm], atol: float = 1e-9, **more: Any) -> ConfigurationsResult:
+    options = arguments(given, **more)
+    found = run_configurations(given.model, algorithms, engine="vectorized", **options)
+    for c, algo in enumerate(algorithms):
+        alone = tailopt.simulate(given.model, algo, progress=False, **options)
+        losses = torch.tensor([row["loss"] for row in alone.history], dtype=torch.float64)
+        torch.testing.assert_close(found.losses[c], losses, rtol=0, atol=100 * atol)
+        for name, value in alone.model.state_dict().items():
+            if name in found.weights or name in found.buffers:
+                mine = (found.weights | found.buffers)[name][c]
+                ordinary = ~given.null(name, value)
+                torch.testing.assert_close(mine[ordinary], value[ordinary], rtol=0, atol=atol)
+    return found
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_configuration_follows_its_simulation(name: str) -> None:
+    found = compare(case("mlp"), settings(name))
+    assert found.route.name == "vmap" and not found.ended and set(found.buffers) == {
+        "1.running_mean", "1.running_var", "1.num_batches_tracked"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ["gpt2", "roberta", "t5"])
+def test_transformers(model: str) -> None:
+    compare(case(model), settings("bi2clip", 2), rounds=2)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "partial participation": {"participants": 2},
+    "unequal passes": {"data": uneven(7, 12, 20), "batch_size": 5, "local_epochs": 1, "weights": "samples"},
+    "projection": {"projection": 0.5},
+    "schedules": {"schedules": {"ilr": tailopt.schedules.power(-0.5, per="step")}, "participants": 2},
+    "small batches of configurations": {"batch": 2},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("name", ["avg-biclip", "diloco"])
+def test_options(name: str, options: dict[str, Any]) -> None:
+    batch = {"batch": options["batch"]} if "batch" in options else {}
+    # a projection looks at all weights, and those before BatchNorm are arbitrary
+    given, plain = (
+        case("linear" if "projection" in options else "mlp"),
+        {key: value for key, value in options.items() if key != "batch"},
+    )
+    compare(given, settings(name), **plain)
+    if batch:
+        whole = run_configurations(given.model, settings(name), **arguments(given, **plain))
+        parts = run_configurations(given.model, settings(name), **arguments(given, **plain), **batch)
+        assert parts.batch == 2 and whole.batch == 3
+        torch.testing.assert_close(parts.losses, whole.losses, rtol=0, atol=1e-9)
+
+
+def test_settings_that_are_equal_stay_numbers_and_patterns_work() -> None:
+    algorithms = [
+        tailopt.algorithm("avg-biclip", ilr=0.05, i_u={"*.bias": u, "*": 0.1}, i_d=0.0, dead_zone="auto")
+        for u in (0.1, 0.2)
+    ]
+    compare(case("mlp"), algorithms)
+
+
+def test_measure_is_called_with_those_that_are_left() -> None:
+    given = case("linear")
+
+    def measure(t: int, weights: Any) -> dict[str, Tensor]:
+        return {"norm": weights["weight"].flatten(1).norm(dim=1), "round": torch.full((len(weights["bias"]),), t)}
+
+    algorithms = [tailopt.algorithm("avg-sgd", ilr=ilr) for ilr in (0.01, 1e200, 0.02)]
+    found = run_configurations(given.model, algorithms, **arguments(given), measure=measure)
+    assert found.measured["round"][0].tolist() == [1, 2, 3, 4, 5]
+    last = found.ended[1].round
+    assert found.measured["norm"][1].isnan().tolist() == [t >= last for t in range(1, ROUNDS + 1)]
+    torch.testing.assert_close(found.measured["norm"][2, -1], found.weights["weight"][2].norm())
+
+
+# Configurations that diverge
+
+
+@pytest.mark.parametrize("name", ["avg-sgd", "adam-sgd", "diloco"])
+def test_a_diverged_configuration_disturbs_nobody(name: str) -> None:
+    given = case("mlp")
+    good = settings(name, 2)
+    wild = tailopt.algorithm(name, **{**good[0].settings, "ilr": 1e250})
+    options = arguments(given)
+    with_it = run_configurations(given.model, [good[0], wild, good[1]], **options)
+    without = run_configurations(given.model, good, **options)
+    assert set(with_it.ended) == {1} and "not finite" in with_it.ended[1].reason
+    assert not without.ended
+    torch.testing.assert_close(with_it.losses[[0, 2]], without.losses, rtol=0, atol=1e-12)
+    for name, expected in without.weights.items():
+        torch.testing.assert_close(with_it.weights[name][[0, 2]], expected, rtol=0, atol=1e-12)
+    assert all(bool(w.isfinite().all()) for w in with_it.weights.values())
+    with pytest.raises(RuntimeError, match=f"Round {with_it.ended[1].round}: no displacement can be used"):
+        tailopt.simulate(given.model, wild, progress=False, **options)
+
+
+def test_all_may_diverge() -> None:
+    given = case("linear")
+    found = run_configurations(given.model, [tailopt.algorithm("avg-sgd", ilr=1e300)] * 2, **arguments(given))
+    assert set(found.ended) == {0, 1}
+    assert bool(found.losses[:, -1].isnan().all())
+
+
+def test_a_node_that_is_not_finite_is_left_out() -> None:
+    def explosive(node: int, round: int, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        x, y = vectors(node, round, step, generator)
+        return (x * math.inf if node == 1 and round == 2 else x), y
+
+    given = case("linear")
+    with pytest.warns(UserWarning, match="Round 2 goes on without node 1"):
+        compare(Case(given.model, squares, explosive, nowhere), settings("adam-biclip"))
+
+
+# Routes
+
+
+def test_auto_names_the_route_and_the_reason() -> None:
+    given = own(Branching(5, 1))
+    options = arguments(given)
+    algorithms = settings("avg-sgd")
+    with pytest.raises(VmapRefused, match="x.sum"):
+        run_configurations(given.model, algorithms, engine="vectorized", **options)
+
+    def measure(t: int, weights: Any) -> dict[str, Tensor]:
+        return {"norm": weights["weight"].flatten(1).norm(dim=1)}
+
+    found = run_configurations(given.model, algorithms, measure=measure, **options)
+    assert found.route.name == "sequential" and "x.sum" in found.route.reason and found.batch == 1
+    plain = own(nn.Linear(5, 1))
+    plain.model.load_state_dict(given.model.state_dict())
+    same = run_configurations(plain.model, algorithms, measure=measure, **options)
+    assert same.route.name == "vmap"
+    torch.testing.assert_close(found.losses, same.losses, rtol=0, atol=1e-9)
+    torch.testing.assert_close(found.measured["norm"], same.measured["norm"], rtol=0, atol=1e-9)
+
+
+def test_the_sequential_route_ends_diverged_configurations_too() -> None:
+    given = case("linear")
+    algorithms = [tailopt.algorithm("avg-sgd", ilr=ilr) for ilr in (0.01, 1e200)]
+    found, same = (
+        run_configurations(given.model, algorithms, engine=e, **arguments(given)) for e in ("sequential", "auto")
+    )
+    assert found.ended.keys() == same.ended.keys() == {1} and found.ended[1].round == same.ended[1].round
+    torch.testing.assert_close(found.weights["weight"], same.weights["weight"], rtol=1e-9, atol=1e-9)
+    assert found.route.reason == "asked for"
+
+
+def test_classes_of_torch_run_one_after_another() -> None:
+    given = case("linear")
+    algorithms = [
+        tailopt.Algorithm(
+            outer="avg", inner=torch.optim.SGD, inner_settings={"lr": lr, "momentum": 0.5}, inner_state="reset"
+        )
+        for lr in (0.01, 0.02)
+    ]
+    found = run_configurations(given.model, algorithms, **arguments(given))
+    assert found.route.name == "sequential" and "SGD is a class of torch.optim" in found.route.reason
+    with pytest.raises(ValueError, match="SGD is a class of torch.optim"):
+        run_configurations(given.model, algorithms, engine="vectorized", **arguments(given))
+
+
+# Memory
+
+
+@pytest.mark.parametrize("model", ["linear", "mlp", "gpt2"])
+def test_the_plan_predicts_the_peak(model: str) -> None:
+    given, count = case(model), 12
+    options = arguments(given, rounds=2)
+    planned = run_configurations(given.model, settings("avg-adam", count), **options)
+    assert planned.plan is not None
+    held = peak(lambda: run_configurations(given.model, settings("avg-adam", count), batch=count, **options),
+                torch.device("cpu"))  # fmt: skip
+    assert held == pytest.approx(planned.plan.bytes(count), rel=0.1)
+
+
+def test_a_limit_makes_smaller_batches() -> None:
+    given, algorithms = case("mlp"), settings("avg-biclip", 4)
+    whole = run_configurations(given.model, algorithms, **arguments(given))
+    assert whole.plan is not None and whole.batch == 4
+    found = run_configurations(given.model, algorithms, memory_limit=whole.plan.bytes(3) - 1, **arguments(given))
+    assert found.batch == 2
+    torch.testing.assert_close(found.losses, whole.losses, rtol=0, atol=1e-9)
+
+
+def test_out_of_memory_halves_the_batch_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, algorithms = case("linear"), settings("avg-biclip", 5)
+    expected = run_configurations(given.model, algorithms, **arguments(given))
+    train = ConfigurationBatch.train
+
+    def limited(self: ConfigurationBatch) -> None:
+        if len(self.losses) > 3:
+            raise torch.OutOfMemoryError("out of memory")
+        train(self)
+
+    monkeypatch.setattr(ConfigurationBatch, "train", limited)
+    with pytest.warns(UserWarning, match="Not enough memory: from here on 3 configurations run side by side"):
+        found = run_configurations(given.model, algorithms, batch=5, **arguments(given))
+    assert found.batch == 3
+    torch.testing.assert_close(found.losses, expected.losses, rtol=0, atol=1e-9)
+
+
+# Linear layers with one input
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(7, 5), (2, 7, 5), (5,)])
+def test_folded_linear_layers(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=torch.float64)
+    w, b = torch.randn(4, 3, 5, dtype=torch.float64, requires_grad=True), torch.randn(4, 3, dtype=torch.float64)
+
+    def layer(w: Tensor, b: Tensor) -> Tensor:
+        with folding_linear_layers():
+            return nn.functional.linear(torch.sin(x), w, b if bias else None)
+
+    found = torch.vmap(layer)(w, b)
+    expected = torch.stack([nn.functional.linear(x.sin(), w[c], b[c] if bias else None) for c in range(4)])
+    torch.testing.assert_close(found, expected)
+    weight = torch.randn_like(expected)
+    (gradient,) = torch.autograd.grad((found * weight).sum(), w, retain_graph=True)
+    torch.testing.assert_close(gradient, torch.autograd.grad((expected * weight).sum(), w)[0])
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("algorithms", "message"),
+    [
+        ([], "there are none"),
+        ([algorithm("avg-sgd"), algorithm("avg-adam")], "number 1 has inner 'adam' and the first 'sgd'"),
+        (
+            [tailopt.algorithm("avg-adam", ilr=0.1, ieps=1e-8, inner_betas=(0.9, b)) for b in (0.99, 0.999)],
+            "they differ in betas",
+        ),
+    ],
+)
+def test_bad_configurations(algorithms: list[tailopt.Algorithm], message: str) -> None:
+    given = case("linear")
+    with pytest.raises(ValueError, match=message):
+        run_configurations(given.model, algorithms, **arguments(given))
+
+
+def test_data_that_cannot_be_read_twice_need_one_batch() -> None:
+    class Endless(IterableDataset):
+        def __iter__(self) -> Any:
+            source = torch.Generator().manual_seed(0)
+            while True:
+                x = torch.randn(5, generator=source, dtype=torch.float64)
+                yield x, x.sum()
+
+    given = case("linear")
+    options = {"loss": squares, "data": [Endless(), Endless()], "batch_size": 4, "rounds": 2, "local_steps": 2}
+    found = run_configurations(given.model, settings("avg-sgd", 3), batch=3, **options)
+    assert found.batch == 3
+    with pytest.raises(ValueError, match="in batches of 2 read them several times"):
+        run_configurations(given.model, settings("avg-sgd", 3), batch=2, **options)
