@@ -67,11 +67,13 @@ def _run(p: Tensor, g: Tensor, step: Step) -> None:
     decay: Number = step.decay(dtype) if step.weight_decay else 1.0
     by_value = isinstance(step.clip, ClipByValue)
     sides = (*step.clip, 1.0, 1.0, 1.0) if by_value else (math.inf, 0.0, 0.0, *step.clip)
-    numbers = [-step.lr, decay, float(step.maximize), *sides]  # the order of `Row` in clip.c
-    columns = [_column(value, p.dim(), len(lead)) for value in numbers]
-    varying = torch.broadcast_shapes(*(c.shape for c in columns))
-    table = torch.stack([c.expand(varying) for c in columns], -1)
-    row_of_tensor = torch.arange(table.numel() // len(columns), dtype=torch.int32).reshape(varying).expand(lead)
+    numbers = (-step.lr, decay, float(step.maximize), *sides)  # the order of `Row` in clip.c
+    varying = _varying(numbers, p.dim())[: len(lead)]
+    table = torch.empty(*varying, len(numbers), dtype=torch.float64)
+    for k, value in enumerate(numbers):
+        aligned = value.reshape(_aligned(value, p.dim())[: len(lead)]) if isinstance(value, Tensor) else value
+        table[..., k] = aligned
+    row_of_tensor = torch.arange(math.prod(varying), dtype=torch.int32).reshape(varying).expand(lead)
     offsets = torch.arange(rows) * (length * p.element_size())
     torch.autograd.graph.increment_version([p])  # the kernel writes past autograd
     kernel.clip.run_at(
@@ -88,18 +90,18 @@ def _run(p: Tensor, g: Tensor, step: Step) -> None:
 
 def _leading(p: Tensor, step: Step) -> tuple[int, ...]:
     """The dimensions of a parameter up to the last one along which a number of the step varies."""
-    shape = torch.broadcast_shapes(*(t.shape for t in (step.lr, *step.clip) if isinstance(t, Tensor)))
-    shape = (1,) * (p.dim() - len(shape)) + tuple(shape)
-    last = max((i for i, size in enumerate(shape) if size > 1), default=-1)
-    return tuple(p.shape[: last + 1])
+    varying = _varying((step.lr, *step.clip), p.dim())
+    return tuple(p.shape[: max((i + 1 for i, size in enumerate(varying) if size > 1), default=0)])
 
 
-def _column(value: Number, dims: int, leading: int) -> Tensor:
-    """A number of the step by row: float64, with the leading dimensions of the parameter, 1 where it does not vary."""
-    if not isinstance(value, Tensor):
-        return torch.full((1,) * leading, value, dtype=torch.float64)
-    shape = (1,) * (dims - value.dim()) + tuple(value.shape)
-    return value.detach().double().reshape(shape[:leading])
+def _varying(numbers: Sequence[Number], dims: int) -> tuple[int, ...]:
+    """The shape over which numbers vary, aligned with a parameter; `torch.broadcast_shapes` takes ten times as long."""
+    shapes = [_aligned(t, dims) for t in numbers if isinstance(t, Tensor) and t.dim()]
+    return tuple(map(max, *shapes)) if len(shapes) > 1 else shapes[0] if shapes else (1,) * dims
+
+
+def _aligned(value: Tensor, dims: int) -> tuple[int, ...]:
+    return (1,) * (dims - value.dim()) + tuple(value.shape)
 
 
 def _filled(kind: str, values: Tensor) -> array[int]:
