@@ -19,7 +19,7 @@ from tailopt.clipping.operators import Number, compute_dtype
 from tailopt.clipping.reference import ClipByValue, Step
 from tailopt.native import library
 from tailopt.native.calls import DTYPES
-from tailopt.native.clip import StepRows, TensorTable
+from tailopt.native.clip import NO_MOMENTUM, StepRows, TensorTable
 
 SHORTEST = 16  # elements of a row; shorter ones are faster by torch's operations
 KNOWN_FIELDS = {"clip", "lr", "weight_decay", "maximize"}
@@ -67,7 +67,7 @@ def _run(p: Tensor, g: Tensor, step: Step) -> None:
     decay: Number = step.decay(dtype) if step.weight_decay else 1.0
     by_value = isinstance(step.clip, ClipByValue)
     sides = (*step.clip, 1.0, 1.0, 1.0) if by_value else (math.inf, 0.0, 0.0, *step.clip)
-    numbers = (-step.lr, decay, float(step.maximize), *sides)  # the order of `Row` in clip.c
+    numbers = (-step.lr, decay, float(step.maximize), *sides, *NO_MOMENTUM)  # the order of `Row` in clip.c
     varying = _varying(numbers, p.dim())[: len(lead)]
     table = torch.empty(*varying, len(numbers), dtype=torch.float64)
     for k, value in enumerate(numbers):
