@@ -50,23 +50,26 @@ def check_auto(group: Group) -> Group:
     return {**group, "u": float("inf"), "d": 0.0}
 
 
-def numbers(group: Group, position: int) -> tuple[Number, Number, float]:
-    """u, d and s of the parameter at a position of the group: its step is (lr / s) * clip(g; u, d)."""
+def numbers(group: Group) -> list[tuple[Number, Number, float]]:
+    """u, d and s of every parameter of a group, or one entry for all; a step is (lr / s) * clip(g; u, d)."""
     if not is_auto(group["u"]):
-        return group["u"], lower_of_auto(group["u"]) if is_auto(group["d"]) else group["d"], 1.0
+        return [(group["u"], lower_of_auto(group["u"]) if is_auto(group["d"]) else group["d"], 1.0)]
     if group["thresholds"] is None:
-        return 1.0, 1.0, 1.0  # sign descent
-    return Thresholds.from_state(group["thresholds"]).numbers(position)
-
-
-def has_one_step(group: Group) -> bool:
-    """Whether all parameters of a group take the same step."""
-    return not is_auto(group["u"]) or group["thresholds"] is None or not isinstance(group["thresholds"]["u"], list)
+        return [(1.0, 1.0, 1.0)]  # sign descent
+    thresholds = Thresholds.from_state(group["thresholds"])
+    return [thresholds.numbers(i) for i in range(len(thresholds.u))]
 
 
 def is_calibrating(group: Group) -> bool:
     """Whether the thresholds of a group are not chosen yet."""
     return is_auto(group["u"]) and group["thresholds"] is None
+
+
+def is_due(group: Group) -> bool:
+    """Count a step of a group; returns whether its gradients are looked at."""
+    progress = group["calibration"] = group["calibration"] or {"steps": 0, "seen": 0}
+    progress["steps"] += 1
+    return is_calibrating(group) or progress["steps"] % PERIOD == 0
 
 
 def observe(group: Group, positions: Sequence[int], gradients: Sequence[Tensor]) -> None:
@@ -76,10 +79,7 @@ def observe(group: Group, positions: Sequence[int], gradients: Sequence[Tensor])
         positions: of the parameters in the group.
         gradients: of these parameters, or the means that the step clipped; of a sharded one this rank's part.
     """
-    progress = group["calibration"] = group["calibration"] or {"steps": 0, "seen": 0}
-    progress["steps"] += 1
-    if not is_calibrating(group) and progress["steps"] % PERIOD:
-        return
+    progress = group["calibration"]
     _count(progress, len(group["params"]), positions, gradients)
     progress["seen"] += 1
     if is_calibrating(group) and progress["seen"] < CALIBRATION:

@@ -18,7 +18,7 @@ from tailopt.clipping.norms import auto_dead_zone, largest
 from tailopt.clipping.operators import Number, compute_dtype, real_parts
 from tailopt.clipping.reference import ClipByValue, Momentum, Step
 from tailopt.clipping.step_cache import StepCache
-from tailopt.optimizers.auto_thresholds import check_auto, has_one_step, is_auto, is_calibrating, numbers, observe
+from tailopt.optimizers.auto_thresholds import check_auto, is_auto, is_calibrating, is_due, numbers, observe
 from tailopt.optimizers.clipping_optimizer import ClippingOptimizer
 from tailopt.optimizers.exact_state import restore_exact_types
 from tailopt.optimizers.groups import Gathered, Group, GroupAndStep, ScopeOf
@@ -170,21 +170,21 @@ class BiClip(ClippingOptimizer):
         for group, params, grads, momenta, step_counts in gathered:
             if top is None and group["dead_zone"] == "auto":
                 top = _largest_gradient(gathered)
+            calibrating = is_calibrating(group)
+            if momenta and calibrating:  # nothing is clamped yet, so what is not finite would stay in m
+                grads = [torch.where(g.isfinite(), g, 0.0) for g in grads]
+            numbers_of_momenta = _momentum_numbers(group["momentum"], step_counts, clamps=not calibrating)
             for positions, step in self._steps(group, params, top):
                 ps = params if positions is None else [params[i] for i in positions]
                 gs = grads if positions is None else [grads[i] for i in positions]
                 batch = StepGroup(ps, gs, step, [slot[id(p)] for p in ps] if slot else ())
-                if momenta:
-                    chosen = range(len(params)) if positions is None else positions
-                    batch = batch._replace(
-                        momenta=[momenta[i] for i in chosen], step_counts=[step_counts[i] for i in chosen]
-                    )
-                    if is_calibrating(group):  # nothing is clamped yet, so what is not finite would stay in m
-                        batch = batch._replace(grads=[torch.where(g.isfinite(), g, 0.0) for g in gs])
-                    parts = _by_step_count(batch, group["momentum"], clamps=not is_calibrating(group))
-                    batches += [(group, part) for part in parts]
-                else:
+                if not momenta:
                     batches.append((group, batch))
+                    continue
+                chosen = range(len(params)) if positions is None else positions
+                of_batch = [momenta[i] for i in chosen], [step_counts[i] for i in chosen]
+                parts = _by_step_count(batch, *of_batch, [numbers_of_momenta[i] for i in chosen])
+                batches += [(group, part) for part in parts]
         if not torch.compiler.is_compiling() and self._threshold_check.due():
             names = self.names()
             # thresholds that refer to a mean, or follow the gradients, are not compared with them
@@ -200,7 +200,7 @@ class BiClip(ClippingOptimizer):
     def _observe(self, gathered: Gathered) -> None:
         """Show the gradients, or the means that were clipped, to the groups whose thresholds follow them."""
         for group, params, grads, momenta, step_counts in gathered:
-            if not is_auto(group["u"]) or not params:
+            if not is_auto(group["u"]) or not params or not is_due(group):
                 continue
             local = [local_pair(p, g)[1] for p, g in zip(params, grads, strict=True)]
             clipped = [real_parts(g) if g.is_sparse or g.is_complex() else g for g in local]
@@ -217,19 +217,20 @@ class BiClip(ClippingOptimizer):
         """The group's parameters by the step they take, the same objects until a setting changes."""
         tracing = torch.compiler.is_compiling()
         known_steps = self._checked_groups.steps(group) if not tracing else None
-        if known_steps is not None:
+        if known_steps is not None and (len(known_steps) == 1 or len(params) == len(group["params"])):
             return known_steps
         lr, weight_decay, maximize = (group[key] for key in ("lr", "weight_decay", "maximize"))
-        where = {id(p): i for i, p in enumerate(group["params"])} if not has_one_step(group) else {}
+        each = numbers(group)
+        where = {id(p): i for i, p in enumerate(group["params"])} if len(each) > 1 else {}
         steps: list[tuple[list[int] | None, Step]] = []
         for positions, zone in _dead_zones(group, params, top):
-            each = [positions] if not where else [[i] for i in positions or range(len(params))]
-            for some in each:
-                u, d, s = numbers(group, where[id(params[some[0]])] if where and some else 0)
-                # the decay is that of lr itself
-                decay = weight_decay * s
-                steps.append((some, Step(ClipByValue(u, d, zone), lr / s if s != 1 else lr, decay, maximize)))
-        if not tracing and not isinstance(group["dead_zone"], str) and has_one_step(group):
+            alone = [[i] for i in (range(len(params)) if positions is None else positions)]
+            for some in alone if where else [positions]:
+                u, d, s = each[where[id(params[some[0]])] if where and some else 0]
+                # weights decay by lr itself, not by lr / s
+                rate, decay = (lr, weight_decay) if s == 1 else (lr / s, weight_decay * s)
+                steps.append((some, Step(ClipByValue(u, d, zone), rate, decay, maximize)))
+        if not tracing and not isinstance(group["dead_zone"], str) and len(params) == len(group["params"]):
             self._checked_groups.keep_steps(group, steps)
         return steps
 
@@ -245,8 +246,13 @@ class BiClip(ClippingOptimizer):
                 _single_tensor_biclip(several, recorder)
             else:
                 _multi_tensor_biclip(several, cache, recorder, "foreach" if kind == "foreach" else None)
-        for batch in with_momentum:  # only now: a step that raised is no step
-            torch._foreach_add_(list(batch.step_counts), 1)
+        # only now: a step that raised is no step
+        on_host = [count for batch in with_momentum for count in batch.step_counts if count.is_cpu]
+        on_device = [count for batch in with_momentum for count in batch.step_counts if not count.is_cpu]
+        if on_host:  # by a tensor: a number would be made one for each of them
+            torch._foreach_add_(on_host, torch.ones((), device="cpu"), alpha=1)
+        if on_device:
+            torch._foreach_add_(on_device, 1)
 
 
 def _empty_state(p: Tensor, group: Group) -> dict[str, Tensor]:
@@ -271,18 +277,34 @@ def _where_needed(state: dict[str, Any], p: Tensor, group: Group) -> Tensor:
     return step
 
 
-def _by_step_count(batch: StepGroup, beta: float, clamps: bool) -> list[StepGroup]:
-    """The batch, or several, each with the numbers of its step since m was 0."""
-    if torch.compiler.is_compiling() or not all(count.is_cpu for count in batch.step_counts):
-        corrections = [1 - beta ** (count.double() + 1) for count in batch.step_counts]
-        step = batch.step._replace(momentum=Momentum(beta, 1.0, clamps))
-        return [batch._replace(step=step, corrections=corrections)]
-    counts = [int(count) for count in batch.step_counts]
+def _momentum_numbers(beta: float, step_counts: Sequence[Tensor], clamps: bool) -> list[Momentum]:
+    """The numbers of the next step of every momentum: one object for all that have taken as many steps."""
+    if not step_counts:
+        return []
+    if torch.compiler.is_compiling() or not all(count.is_cpu for count in step_counts):
+        return [Momentum(beta, 1 - beta ** (count.double() + 1), clamps) for count in step_counts]
+    counts = torch.stack(list(step_counts)).tolist()
+    by_count = {k: Momentum.at(beta, int(k) + 1)._replace(clamps=clamps) for k in dict.fromkeys(counts)}
+    return [by_count[k] for k in counts]
+
+
+def _by_step_count(
+    batch: StepGroup, momenta: list[Tensor], step_counts: list[Tensor], each: Sequence[Momentum]
+) -> list[StepGroup]:
+    """The batch with its momenta, or several: one for each number of steps; one for all where the device knows it."""
+    params, grads, step, slots, *_ = batch
+    clip, lr, weight_decay, maximize, _ = step
+    if isinstance(each[0].correction, Tensor):
+        corrections = [one.correction for one in each if isinstance(one.correction, Tensor)]
+        step = Step(clip, lr, weight_decay, maximize, each[0]._replace(correction=1.0))
+        return [StepGroup(params, grads, step, slots, momenta, step_counts, corrections)]
+    if len(each) == 1 or all(one is each[0] for one in each):
+        return [StepGroup(params, grads, Step(clip, lr, weight_decay, maximize, each[0]), slots, momenta, step_counts)]
+    whole = StepGroup(params, grads, step, slots, momenta, step_counts)
     result = []
-    for k in dict.fromkeys(counts):
-        part = batch if counts.count(k) == len(counts) else batch.only([i for i, n in enumerate(counts) if n == k])
-        momentum = Momentum.at(beta, k + 1)._replace(clamps=clamps)
-        result.append(part._replace(step=batch.step._replace(momentum=momentum)))
+    for of_count in dict.fromkeys(each):
+        part = whole.only([i for i, other in enumerate(each) if other is of_count])
+        result.append(part._replace(step=Step(clip, lr, weight_decay, maximize, of_count)))
     return result
 
 
