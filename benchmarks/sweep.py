@@ -103,8 +103,7 @@ def main() -> None:
         f"`python benchmarks/sweep.py --write`: {machine()}",
         "",
         f"Route: {found.route.name}. {arguments.threads} threads; the least of {arguments.tries} times. "
-        f"{len(algorithms)} simulations one after another would take {single * len(algorithms) / first:.0f} times as "
-        "long.",
+        f"{len(algorithms)} simulations one by one would take {single * len(algorithms) / first:.0f} times as long.",
         "",
         "| | time | processor time | goal |",
         "| --- | --- | --- | --- |",

@@ -7,6 +7,8 @@ import torch
 
 import tailopt
 from tailopt.algorithms import ALGORITHMS
+from tailopt.engines.stacked_batches import stacked
+from tailopt.engines.stacked_model import StackedModel
 from tailopt.splits.loaders import NodeData
 from tailopt.studies.convex_cells import SPACE
 from tailopt.sweeps.search import draw_point
@@ -50,8 +52,11 @@ def test_follows_the_simulation(name: str, data: Batches) -> None:
 
 def test_the_gradient_is_that_of_the_loss(data: Batches) -> None:
     w = torch.randn(2, len(SEEDS), NODES, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = data.gradient(w, 2)  # the partial batch of the first pass
+    program = StackedModel(TASK.model(0), TASK.loss, configurations=True)
     for s, seed in enumerate(SEEDS):
+        read = [next(data.source(s, STEPS).batches(i, 1, 2, 1)) for i in range(NODES)]  # the partial batch of a pass
+        stack = w[:, s].transpose(0, 1)[:, :, None].contiguous()
+        (found,) = program.gradients([stack], {}, stacked(read)).gradients
         for i, node in enumerate(TASK.nodes(seed, NODES)):
             part = NodeData(node, i, seed, BATCH)
             (batch,) = part.batches(2, 1)
@@ -59,4 +64,15 @@ def test_the_gradient_is_that_of_the_loss(data: Batches) -> None:
             with torch.no_grad():
                 model.weight.copy_(w[1, s, i])
             TASK.loss(model, batch).backward()
-            torch.testing.assert_close(found[1, s, i], model.weight.grad[0])
+            torch.testing.assert_close(found[i, 1], model.weight.grad)
+
+
+def test_a_seed_in_which_a_setting_diverges_does_not_end_the_others() -> None:
+    """Labels of one seed are so large that its weights overflow."""
+    data = Batches.of(TASK, SEEDS, NODES, ROUNDS * STEPS, BATCH)
+    data.y[1] *= 1e300
+    found = errors(data, lambda p: tailopt.algorithm("avg-sgd", **p), [{"ilr": 0.05}, {"ilr": 1e10}], ROUNDS, STEPS)
+    alone = errors(Batches.of(TASK, SEEDS[:1], NODES, ROUNDS * STEPS, BATCH),
+                   lambda p: tailopt.algorithm("avg-sgd", **p), [{"ilr": 0.05}], ROUNDS, STEPS)  # fmt: skip
+    torch.testing.assert_close(found[0, 0], alone[0, 0])
+    assert bool(found[1, 1].isnan().all())

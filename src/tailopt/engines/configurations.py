@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from tailopt.algorithms import Algorithm
 from tailopt.arguments import check_choice, check_counts, check_function
 from tailopt.engines.batches import BatchFunction, BatchSource, LossFunction
-from tailopt.engines.configuration_rounds import ConfigurationBatch, Configurations, Ended, Measure
+from tailopt.engines.configuration_rounds import ConfigurationBatch, Configurations, Ended, Measure, Replica
 from tailopt.engines.configuration_settings import check_one_algorithm
 from tailopt.engines.loop import Reporting
 from tailopt.engines.memory_plan import MemoryPlan, available, is_out_of_memory, planned
@@ -71,6 +71,33 @@ class ConfigurationsResult:
         buffers = dict(model.named_buffers())
         for name, stacked in self.buffers.items():
             buffers[name].copy_(stacked[configuration])
+
+
+@dataclass(frozen=True)
+class ReplicasResult:
+    """What many configurations leave with several seeds: a `ConfigurationsResult` with one more leading dimension."""
+
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    losses: Tensor
+    measured: dict[str, Tensor]
+    ended: dict[tuple[int, int], Ended]
+    route: Route
+    batch: int
+    plan: MemoryPlan | None = None
+
+    def replica(self, number: int) -> ConfigurationsResult:
+        """Return the result of one seed."""
+        return ConfigurationsResult(
+            {name: w[number] for name, w in self.weights.items()},
+            {name: b[number] for name, b in self.buffers.items()},
+            self.losses[number],
+            {key: values[number] for key, values in self.measured.items()},
+            {c: end for (r, c), end in self.ended.items() if r == number},
+            self.route,
+            self.batch,
+            self.plan,
+        )
 
 
 def run_configurations(
@@ -144,17 +171,28 @@ def run_configurations(
     )
     source = batch_source(data, batches, nodes, batch_size, policy)
     policy = replace(policy, nodes=source.nodes, weights=node_weights(weights, source))
+    one = None if measure is None else _of_one_replica(measure)
     task = Configurations(
-        model=model,
+        replicas=(Replica(model=model, batches=source, policy=policy),),
         loss=loss,
-        batches=source,
-        policy=policy,
         schedules=schedules,
         device=torch.device(device) if device is not None else next(model.parameters()).device,
         precision=precision,
-        measure=measure,
+        measure=one,
     )
-    reason = _why_sequential(task, algorithms, engine)
+    return train_configurations(task, algorithms, engine, batch, memory_limit).replica(0)
+
+
+def train_configurations(
+    task: Configurations,
+    algorithms: Sequence[Algorithm],
+    engine: str = "auto",
+    batch: int | None = None,
+    memory_limit: int | None = None,
+) -> ReplicasResult:
+    """Train many configurations of one algorithm with several seeds at once."""
+    check_one_algorithm(algorithms)
+    reason = _why_sequential(algorithms, engine)
     with restoring_global_rng(task.device):
         if not reason:
             try:
@@ -166,7 +204,14 @@ def run_configurations(
         return _one_after_another(task, algorithms, Route(SEQUENTIAL, reason))
 
 
-def _why_sequential(task: Configurations, algorithms: Sequence[Algorithm], engine: str) -> str:
+def _of_one_replica(measure: Measure) -> Measure:
+    def of_all(t: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {key: v[None] for key, v in measure(t, {name: w[0] for name, w in weights.items()}).items()}
+
+    return of_all
+
+
+def _why_sequential(algorithms: Sequence[Algorithm], engine: str) -> str:
     """Return why the configurations cannot run side by side; empty if they may."""
     if engine == SEQUENTIAL:
         return "asked for"
@@ -181,21 +226,21 @@ def _why_sequential(task: Configurations, algorithms: Sequence[Algorithm], engin
 
 def _side_by_side(
     task: Configurations, algorithms: Sequence[Algorithm], batch: int | None, memory_limit: int | None
-) -> ConfigurationsResult:
+) -> ReplicasResult:
     """Run batches of configurations; a batch for which there is not enough memory is halved."""
     plan = None
     if batch is None:
         limit = memory_limit if memory_limit is not None else int((available(task.device) or 0) * MEMORY_SHARE)
-        if limit and len(algorithms) > PLANNED_BY and not task.batches.not_repeatable_because:
+        if limit and len(algorithms) > PLANNED_BY and not task.not_repeatable_because:
             plan = _memory_plan(task, algorithms)
             batch = plan.most(limit)
     batch = min(batch or len(algorithms), len(algorithms))
-    if task.batches.not_repeatable_because and batch < len(algorithms):
+    if task.not_repeatable_because and batch < len(algorithms):
         raise ValueError(
-            f"Invalid data: {task.batches.not_repeatable_because}, and {len(algorithms)} configurations in batches of "
+            f"Invalid data: {task.not_repeatable_because}, and {len(algorithms)} configurations in batches of "
             f"{batch} read them several times. Use a map-style dataset without a sampler, or fewer configurations."
         )
-    found: list[ConfigurationsResult] = []
+    found: list[ReplicasResult] = []
     done = 0
     route = Route("vmap", "all configurations and nodes as one program")
     while done < len(algorithms):
@@ -210,9 +255,9 @@ def _side_by_side(
                 f"Not enough memory: from here on {batch} configurations run side by side.", UserWarning, stacklevel=4
             )
             continue
-        ended = {done + c: end for c, end in run.ended.items()}
+        ended = {(r, done + c): end for (r, c), end in run.ended.items()}
         found.append(
-            ConfigurationsResult(run.weights(), run.final_buffers, run.losses, run.measured, ended, route, batch, plan)
+            ReplicasResult(run.weights(), run.final_buffers, run.losses, run.measured, ended, route, batch, plan)
         )
         done += batch
     return _joined(found, batch, plan)
@@ -224,8 +269,10 @@ def _memory_plan(task: Configurations, algorithms: Sequence[Algorithm]) -> Memor
     Two rounds of two steps: after them all states exist. The first and the last point of a grid differ in all settings.
     """
     few = [algorithms[0], algorithms[-1], algorithms[len(algorithms) // 2]]
-    policy = replace(task.policy, rounds=2, local_steps=2, local_epochs=None)
-    short = replace(task, policy=policy, batches=_FewSteps(task.batches, 2), measure=None)
+    replicas = tuple(
+        replace(r, policy=replace(r.policy, rounds=2), batches=_FewSteps(r.batches, 2)) for r in task.replicas
+    )
+    short = replace(task, replicas=replicas, measure=None)
     return planned(lambda n: ConfigurationBatch(short, few[:n]).train(), task.device)
 
 
@@ -242,63 +289,92 @@ class _FewSteps:
         return min(self._most, self._source.steps(node))
 
 
-def _joined(found: Sequence[ConfigurationsResult], batch: int, plan: MemoryPlan | None) -> ConfigurationsResult:
+def _joined(found: Sequence[ReplicasResult], batch: int, plan: MemoryPlan | None) -> ReplicasResult:
+    """Put the results of batches of configurations together."""
     if len(found) == 1:
         return found[0]
     first = found[0]
     names = dict.fromkeys(key for result in found for key in result.measured)
     measured = {
         # where all configurations of a batch ended in the first round, nothing was measured
-        key: torch.cat([result.measured.get(key, torch.full_like(result.losses, torch.nan)) for result in found])
+        key: torch.cat([result.measured.get(key, torch.full_like(result.losses, torch.nan)) for result in found], 1)
         for key in names
     }
-    return ConfigurationsResult(
-        {name: torch.cat([result.weights[name] for result in found]) for name in first.weights},
-        {name: torch.cat([result.buffers[name] for result in found]) for name in first.buffers},
-        torch.cat([result.losses for result in found]),
+    return ReplicasResult(
+        {name: torch.cat([result.weights[name] for result in found], 1) for name in first.weights},
+        {name: torch.cat([result.buffers[name] for result in found], 1) for name in first.buffers},
+        torch.cat([result.losses for result in found], 1),
         measured,
-        {c: end for result in found for c, end in result.ended.items()},
+        {which: end for result in found for which, end in result.ended.items()},
         first.route,
         batch,
         plan,
     )
 
 
-def _one_after_another(task: Configurations, algorithms: Sequence[Algorithm], route: Route) -> ConfigurationsResult:
-    """Run every configuration by `simulate`."""
-    return _joined([_simulated(task, a, c, route) for c, a in enumerate(algorithms)], 1, None)
+def _one_after_another(task: Configurations, algorithms: Sequence[Algorithm], route: Route) -> ReplicasResult:
+    """Run every configuration with every seed by the sequential engine."""
+    shape = (len(task.replicas), 1, task.rounds)
+    found = []
+    for c, algorithm in enumerate(algorithms):
+        losses, measured = torch.full(shape, torch.nan, dtype=torch.float64), dict[str, Tensor]()
+        models, ended = [], {}
+        for r in range(len(task.replicas)):
+            model, rows, end = _simulated(task, r, algorithm)
+            models.append(model)
+            if end is not None:
+                ended[r, c] = end
+            for k, row in enumerate(rows):
+                losses[r, 0, k] = row["loss"]
+                for key, value in row["metrics"].items():
+                    measured.setdefault(key, torch.full_like(losses, torch.nan))[r, 0, k] = value
+        weights, buffers = (
+            {name: torch.stack([of(model)[name].detach() for model in models])[:, None] for name in of(models[0])}
+            for of in (_trained, _buffers)
+        )
+        found.append(ReplicasResult(weights, buffers, losses, measured, ended, route, 1))
+    return _joined(found, 1, None)
 
 
-def _simulated(task: Configurations, algorithm: Algorithm, number: int, route: Route) -> ConfigurationsResult:
-    model = copy.deepcopy(task.model).to(task.device)
-    rows: list[dict[str, Any]] = []
+def _simulated(
+    task: Configurations, r: int, algorithm: Algorithm
+) -> tuple[torch.nn.Module, list[dict[str, Any]], Ended | None]:
+    """Train one configuration with one seed; returns the model, the history, and why it ended early."""
+    replica, rows = task.replicas[r], list[dict[str, Any]]()
+    model = copy.deepcopy(replica.model).to(task.device)
 
     def evaluate(trained: torch.nn.Module) -> dict[str, Any]:
-        stacked = {name: p.detach()[None] for name, p in zip(*trainable(trained), strict=True)}
         assert task.measure is not None
-        return {key: float(value[0]) for key, value in task.measure(len(rows) + 1, stacked).items()}
+        # a function of all seeds: the others get the weights of this one, and their numbers are not used
+        stacked = {
+            name: p.detach()[None].expand(len(task.replicas), *p.shape)[:, None]
+            for name, p in _trained(trained).items()
+        }
+        return {key: float(values[r, 0]) for key, values in task.measure(len(rows) + 1, stacked).items()}
 
-    policy, device = task.policy, task.device
     run = Simulation(
-        model, algorithm, policy, task.loss, task.batches, task.schedules, device, task.precision, SEQUENTIAL
+        model,
+        algorithm,
+        replica.policy,
+        task.loss,
+        replica.batches,
+        task.schedules,
+        task.device,
+        task.precision,
+        SEQUENTIAL,
     )
-    reporting = Reporting(
-        title=algorithm.name,
-        evaluate=None if task.measure is None else evaluate,
-        loggers=[rows.append],
-        progress=False,
-    )
-    ended: dict[int, Ended] = {}
+    function = None if task.measure is None else evaluate
+    reporting = Reporting(title=algorithm.name, evaluate=function, loggers=[rows.append], progress=False)
     try:
         run.run(reporting, RunFolderOptions(None, False, {}, {}), inplace=True)
     except EveryoneExcluded as error:
-        ended[number] = Ended(len(rows) + 1, str(error))
-    losses = torch.full((1, task.rounds), torch.nan, dtype=torch.float64)
-    measured: dict[str, Tensor] = {}
-    for k, row in enumerate(rows):
-        losses[0, k] = row["loss"]
-        for key, value in row["metrics"].items():
-            measured.setdefault(key, torch.full_like(losses, torch.nan))[0, k] = value
-    weights = {name: p.detach()[None].clone() for name, p in zip(*trainable(model), strict=True)}
-    buffers = {name: b[None].clone() for name, b in model.named_buffers()}
-    return ConfigurationsResult(weights, buffers, losses, measured, ended, route, 1)
+        return model, rows, Ended(len(rows) + 1, str(error))
+    return model, rows, None
+
+
+def _trained(model: torch.nn.Module) -> dict[str, Tensor]:
+    return dict(zip(*trainable(model), strict=True))
+
+
+def _buffers(model: torch.nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_buffers())

@@ -113,10 +113,11 @@ class StackedSteps:
         """Return one tensor of the state for every parameter, of all nodes; None before the first step."""
         return [tensors.get(key) for tensors in self._tensors]
 
-    def select(self, rows: Tensor) -> None:
-        """Keep some rows, and forget the others."""
-        self._tensors = [{key: t.index_select(0, rows) for key, t in tensors.items()} for tensors in self._tensors]
-        self._plain = [self._plain[row] for row in rows.tolist()]
+    def select(self, configurations: Tensor) -> None:
+        """Keep the states of some configurations, which are the second dimension, and forget the others."""
+        self._tensors = [
+            {key: t.index_select(1, configurations) for key, t in tensors.items()} for tensors in self._tensors
+        ]
 
     def _rule_step(
         self,
