@@ -94,7 +94,7 @@ def test_the_gradients_are_those_of_each_copy(name: str) -> None:
     source = torch.Generator().manual_seed(1)
     batches = [given.batches(node, 1, 0, source) for node in range(NODES)]
     program = StackedModel(given.model, given.loss)
-    program.find_changing_buffers(given.model, batches[0])
+    program.look_at(given.model, batches[0])
     params = list(given.model.parameters())
     weights = [torch.stack([p.detach() + 0.1 * k * torch.randn_like(p) for k in range(NODES)]) for p in params]
     before = {n: torch.stack([b] * NODES) for n, b in given.model.named_buffers() if n in program.changing}
@@ -120,11 +120,11 @@ def test_only_buffers_that_change_are_stacked() -> None:
     given = case("mlp")
     program = StackedModel(given.model, given.loss)
     before = {name: value.clone() for name, value in given.model.state_dict().items()}
-    program.find_changing_buffers(given.model, vectors(0, 1, 0, torch.Generator()))
+    program.look_at(given.model, vectors(0, 1, 0, torch.Generator()))
     assert program.changing == ("1.running_mean", "1.running_var", "1.num_batches_tracked")
     assert all(torch.equal(value, before[name]) for name, value in given.model.state_dict().items())
     given.model[1].eval()
-    program.find_changing_buffers(given.model, vectors(0, 1, 0, torch.Generator()))
+    program.look_at(given.model, vectors(0, 1, 0, torch.Generator()))
     assert program.changing == ()
 
 
@@ -347,6 +347,33 @@ def test_dropout_differs_between_nodes() -> None:
     deltas = {node: only(node) for node in (0, 1)}
     assert not torch.equal(deltas[0], deltas[1])
     assert torch.equal(deltas[0], only(0))
+
+
+@pytest.mark.parametrize("configurations", [False, True])
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_losses_with_dropout_have_the_right_mean(name: str, configurations: bool) -> None:
+    """150 copies with masks of their own against 150 calls of the model, in standard errors of the difference."""
+    given, copies = case(name), 150
+    for part in given.model.modules():
+        for attribute in ("dropout_prob", "dropout"):  # attention has its probability as a number
+            if isinstance(getattr(part, attribute, None), float):
+                setattr(part, attribute, 0.2)
+        if isinstance(part, nn.Dropout):
+            part.p = 0.2
+    batch = given.batches(0, 1, 0, torch.Generator().manual_seed(0))
+    program = StackedModel(given.model, given.loss, configurations=configurations)
+    program.look_at(given.model, batch)
+    assert program.draws
+    shape = (2, copies // 2) if configurations else (copies,)
+    weights = [p.detach().expand(*shape, *p.shape).clone() for p in given.model.parameters()]
+    torch.manual_seed(0)
+    found = program.gradients(weights, {}, stacked([batch] * shape[0])).losses.flatten()
+    with torch.no_grad():
+        plain = torch.stack([given.loss(given.model, batch) for _ in range(copies)])
+    assert found.unique().numel() == copies
+    error = ((found.var() + plain.var()) / copies).sqrt()
+    assert (found.mean() - plain.mean()).abs() < 4 * error
+    assert 0.5 < found.std() / plain.std() < 2
 
 
 # What vmap refuses

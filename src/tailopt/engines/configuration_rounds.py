@@ -193,14 +193,14 @@ class ConfigurationBatch:
         self._measure(t)
 
     def _sources(self, t: int, members: Sequence[tuple[int, int]]) -> list[NodeBatches]:
-        """Return the batches of a round; before the first one, find out which buffers the model changes."""
+        """Return the batches of a round; before the first one, look at what the model does."""
         task, sources = self._task, []
         for r, node in members:
             replica = task.replicas[r]
             sources.append(NodeBatches(replica.batches, node, t, self._steps_done[r][node], replica.policy.seed))
         if t == 1:
             try:
-                self._program.find_changing_buffers(self._model, sources[0].peek(task.device))
+                self._program.look_at(self._model, sources[0].peek(task.device))
             except Exception as error:
                 raise with_location(error, sources[0].node, t, 0) from error.__cause__
             _check_same_constants(self._models, {*self.names, *self._program.changing})

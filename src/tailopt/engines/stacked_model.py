@@ -49,6 +49,7 @@ class StackedModel:
     Attributes:
         names: of the trained parameters.
         changing: the names of the buffers that the model changes; they are stacked.
+        draws: whether the model draws random numbers, as dropout does.
     """
 
     def __init__(
@@ -62,17 +63,20 @@ class StackedModel:
         self.names, params = trainable(model)
         self._device = params[0].device
         self.changing: tuple[str, ...] = ()
+        self.draws = False
         self._program = _Program(batchable_copy(model), loss)
         self._autocast_dtype, self._configurations = autocast_dtype, configurations
         self._keys = [f"model.{name}" for name in self.names]
         self._gradients = ROUTES[route](self._losses_and_gradients)
 
-    def find_changing_buffers(self, model: torch.nn.Module, batch: Any) -> None:
-        """Run the model itself once, to see which buffers it changes; it gets its buffers back."""
+    def look_at(self, model: torch.nn.Module, batch: Any) -> None:
+        """Run the model itself once, to see which buffers it changes and whether it draws random numbers.
+
+        It gets its buffers back. The caller seeds torch's generators before the next draw.
+        """
         buffers = Buffers(model)
         before = {name: b.clone() for name, b in buffers.tensors().items()}
-        if not before:
-            return
+        generators = self._generator_states()
         try:
             with torch.enable_grad(), self._context():
                 self._program.loss(model, batch)
@@ -80,6 +84,13 @@ class StackedModel:
             self.changing = tuple(name for name, b in before.items() if not torch.equal(b, after[name]))
         finally:
             buffers.load(before)
+        self.draws = not all(map(torch.equal, generators, self._generator_states()))
+
+    def _generator_states(self) -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        if self._device.type != "cpu":
+            states.append(torch.get_device_module(self._device).get_rng_state(self._device))
+        return states
 
     def load_constants(self, buffers: Mapping[str, Tensor]) -> None:
         """Give the program the buffers of the global model, of which it reads those that are not stacked."""
@@ -125,17 +136,27 @@ class StackedModel:
             values |= {f"model.{name}": b.clone() for name, b in zip(self.changing, buffers, strict=True)}
             tensors = iter(leaves)
             own = tree_map(lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf, batch)
-            with folding_linear_layers() if self._configurations else nullcontext():
+            with folding_linear_layers() if self._configurations and not self.draws else nullcontext():
                 return torch.func.functional_call(self._program, values, (own, self.changing))
 
-        # different: every copy has its own dropout masks
-        all_copies = one
-        if self._configurations:
+        # different: every copy has its own dropout masks. Attention with dropout runs under one vmap, not under two, so
+        # that copies of a model that draws are one dimension, each with its batch.
+        all_copies, flat = one, self._configurations and self.draws
+        if self._configurations and not flat:
             all_copies = torch.vmap(all_copies, in_dims=(0, 0, None), randomness="different")
         all_copies = torch.vmap(all_copies, in_dims=(0, 0, 0), randomness="different")
         with torch.enable_grad():
             with self._context():
-                losses, new_buffers = all_copies(moving, buffers, leaves)
+                if flat:
+                    shape = weights[0].shape[:2]
+                    losses, new_buffers = all_copies(
+                        [w.flatten(0, 1) for w in moving],
+                        [b.flatten(0, 1) for b in buffers],
+                        [leaf.repeat_interleave(shape[1], dim=0) for leaf in leaves],
+                    )
+                    losses, new_buffers = losses.unflatten(0, shape), [b.unflatten(0, shape) for b in new_buffers]
+                else:
+                    losses, new_buffers = all_copies(moving, buffers, leaves)
             if not losses.requires_grad:
                 raise _InvalidLoss(
                     "Invalid loss: it depends on no trainable parameter. Was it detached, or is all frozen?"

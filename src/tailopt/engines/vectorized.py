@@ -39,7 +39,7 @@ class Vectorized(Sequential):
         named = isinstance(training.algorithm.inner, str)
         self._inner: InnerSteps = StackedSteps(rule) if named else SeparateSteps(rule)
         self._stack: list[Tensor] = []  # the memory of the stacked weights, used again in every round
-        self._buffers_are_known = False
+        self._model_is_known = False
         self._recorders: list[StatisticsRecorder] = []
 
     def contributions(
@@ -113,12 +113,12 @@ class Vectorized(Sequential):
         return DivergedState(weights, {name: b.to("cpu", copy=True) for name, b in buffers.items()})
 
     def _look_at_first_batch(self, source: NodeBatches, t: int) -> None:
-        """Remember the first batch of a round for a resumed run; find the changing buffers with the first of all."""
+        """Remember the first batch of a round for a resumed run; look at the model with the first of all."""
         try:
             batch = source.peek(self._device)
-            if not self._buffers_are_known:
-                self._program.find_changing_buffers(self.model, batch)
-                self._buffers_are_known = True
+            if not self._model_is_known:
+                self._program.look_at(self.model, batch)
+                self._model_is_known = True
         except Exception as error:
             raise with_location(error, source.node, t, 0) from error.__cause__
         if self._training.resumable:
