@@ -132,7 +132,7 @@ def test_only_buffers_that_change_are_stacked() -> None:
 
 
 @pytest.mark.parametrize("d", [0.0, 0.3])
-@pytest.mark.parametrize("model", ["linear", "mlp"])
+@pytest.mark.parametrize("model", [pytest.param("linear", marks=pytest.mark.slow), "mlp"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_all_algorithms_follow_the_sequential_engine(name: str, model: str, d: float) -> None:
     both(case(model), algorithm(name, d), **LIFTED if d else {})
