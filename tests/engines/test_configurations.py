@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -12,11 +13,13 @@ from torch.utils.data import IterableDataset
 
 import tailopt
 from tailopt.algorithms import ALGORITHMS
-from tailopt.engines.configuration_rounds import ConfigurationBatch
-from tailopt.engines.configurations import ConfigurationsResult, run_configurations
+from tailopt.engines.batches import FunctionBatches
+from tailopt.engines.configuration_rounds import ConfigurationBatch, Configurations, Replica
+from tailopt.engines.configurations import ConfigurationsResult, run_configurations, train_configurations
 from tailopt.engines.memory_plan import peak
 from tailopt.engines.routes import VmapRefused
 from tailopt.engines.shared_linear import folding_linear_layers
+from tailopt.rounds.policy import RoundPolicy
 from tests.engines.small_models import Case, case, nowhere, squares, vectors
 from tests.engines.test_vectorized import INNER, OUTER, Branching, algorithm, own, uneven
 
@@ -119,6 +122,64 @@ def test_measure_is_called_with_those_that_are_left() -> None:
     last = found.ended[1].round
     assert found.measured["norm"][1].isnan().tolist() == [t >= last for t in range(1, ROUNDS + 1)]
     torch.testing.assert_close(found.measured["norm"][2, -1], found.weights["weight"][2].norm())
+
+
+# Seeds
+
+
+def replica(given: Case, seed: int, **more: Any) -> Replica:
+    """The same model from another start, with other batches."""
+    torch.manual_seed(seed)
+    model = copy.deepcopy(given.model)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(0.1 * torch.randn_like(p))
+        for name, b in model.named_buffers():
+            if name.endswith("running_mean"):
+                b.add_(seed)
+    policy = RoundPolicy(rounds=3, local_steps=STEPS, nodes=NODES, weights=(1.0, 1.3, 1.7), seed=seed, **more)
+    return Replica(model=model, batches=FunctionBatches(given.batches, NODES, STEPS, seed), policy=policy)
+
+
+def together(given: Case, *replicas: Replica) -> Configurations:
+    device = torch.device("cpu")
+    return Configurations(
+        replicas=replicas, loss=given.loss, schedules=None, device=device, precision=None, measure=None
+    )
+
+
+@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
+@pytest.mark.parametrize("name", ["adam2", "diloco", "bi2clip-l2"])
+def test_seeds_side_by_side(name: str, engine: str) -> None:
+    given, algorithms = case("mlp"), settings(name, 2)
+    replicas = [replica(given, seed, participants=2, inner_state=algorithms[0].inner_state) for seed in (3, 4)]
+    found = train_configurations(together(given, *replicas), algorithms, engine)
+    assert found.losses.shape == (2, 2, 3)
+    for r, seed in enumerate((3, 4)):
+        for c, algo in enumerate(algorithms):
+            options = arguments(given, rounds=3, participants=2)
+            alone = tailopt.simulate(replicas[r].model, algo, seed=seed, progress=False, **options)
+            one = found.replica(r)
+            assert one.losses[c].tolist() == pytest.approx([row["loss"] for row in alone.history], abs=1e-9)
+            loaded = copy.deepcopy(given.model)
+            one.load_into(loaded, c)
+            for a, b in zip(loaded.state_dict().values(), alone.model.state_dict().values(), strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+
+
+def test_seeds_that_cannot_run_side_by_side() -> None:
+    given, algorithms = case("mlp"), settings("avg-sgd", 2)
+    given.model[3].requires_grad_(False)
+    replicas = [replica(given, seed, inner_state="reset") for seed in (3, 4)]
+    train_configurations(together(given, *replicas), algorithms)
+    with torch.no_grad():
+        replicas[1].model[3].bias.add_(1)
+    with pytest.raises(ValueError, match="seed number 1 has another 3.bias than the first"):
+        train_configurations(together(given, *replicas), algorithms)
+    chosen = [replica(given, 3, inner_state="reset", participation=lambda t, g, n=n: range(n)) for n in (1, 2)]
+    with pytest.raises(ValueError, match="1 to 2 nodes take part in round 1"):
+        train_configurations(together(given, *chosen), algorithms)
 
 
 # Configurations that diverge
