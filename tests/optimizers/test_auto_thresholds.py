@@ -164,14 +164,78 @@ def test_a_parameter_without_gradients_gets_the_thresholds_of_all() -> None:
     assert len(opt.param_groups[0]["thresholds"]["u"]) == 4 and unused.tolist() == [1.0] * 3
 
 
-def test_gradients_that_are_all_zero_raise_with_the_remedy() -> None:
-    p = nn.Parameter(torch.ones(3))
-    opt = automatic([p])
+def test_gradients_that_are_all_zero_are_waited_for() -> None:
+    """Signs of zeros move nothing; another group is not held up."""
+    p, params = nn.Parameter(torch.ones(3)), parameters()
+    opt = tailopt.BiClip([{"params": [p]}, {"params": params}], lr=0.01, u="auto")
     p.grad = torch.zeros(3)
-    for _ in range(CALIBRATION - 1):
+    with pytest.warns(UserWarning, match="no nonzero finite gradient of a group of 1 tensors in 50 steps") as caught:
+        train(opt, params, 0, 60)
+    assert len(caught) == 1 and p.tolist() == [1.0] * 3
+    assert opt.param_groups[0]["thresholds"] is None and opt.param_groups[1]["thresholds"] is not None
+    p.grad = torch.full((3,), 0.5)
+    train(opt, params, 60, 62)
+    assert opt.param_groups[0]["thresholds"]["u"] > 0
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_dead_zone_for_rounding_noise(momentum: float) -> None:
+    params = parameters()
+    null = nn.Parameter(torch.zeros(5))
+    opt = automatic([*params, null], dead_zone="auto", momentum=momentum)
+    for step in range(120):
+        gradients(params, step)
+        null.grad = torch.full((5,), 1e-9 * (-1) ** step)
         opt.step()
-    with pytest.raises(ValueError, match="none of 150 elements is nonzero and finite"):
+    assert null.tolist() == [0.0] * 5 and not torch.equal(params[0], parameters()[0])
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_the_policies_hold_during_calibration_with_momentum(policy: str) -> None:
+    p = nn.Parameter(torch.ones(2))
+    opt = automatic([p], momentum=0.9, nonfinite=policy)
+    p.grad = torch.tensor([float("nan"), 1.0])
+    if policy == "raise":
+        with pytest.raises(FloatingPointError):
+            opt.step()
+    else:
         opt.step()
+    assert p.tolist() == [1.0, 1.0] and opt.state[p]["step"].item() == 0
+
+
+def test_what_is_skipped_does_not_calibrate() -> None:
+    p = nn.Parameter(torch.ones(400))
+    opt = automatic([p], nonfinite="skip")
+    for step in range(CALIBRATION):
+        source = torch.Generator().manual_seed(step)
+        p.grad = torch.randn(400, generator=source) * (1.0 if step % 10 == 0 else 1e6)
+        if step % 10:
+            p.grad[0] = float("inf")
+        opt.step()
+    assert opt.param_groups[0]["thresholds"]["u"] < 10
+
+
+def test_a_list_of_parameters_that_grew_is_refused() -> None:
+    params = parameters()
+    opt = automatic(params)
+    train(opt, params, 0, 60)
+    opt.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
+    opt.param_groups[0]["params"][-1].grad = torch.ones(2)
+    with pytest.raises(ValueError, match="they are of 3 tensors, and the group has 4 parameters"):
+        opt.step()
+
+
+def test_names_in_another_order_are_refused() -> None:
+    model = nn.Linear(3, 2)
+    opt = automatic(list(model.parameters()))
+    for step in range(60):
+        gradients(list(model.parameters()), step)
+        opt.step()
+    state = tailopt.named_state_dict(model, opt)
+    other = automatic(list(model.parameters())[::-1])
+    with pytest.raises(ValueError, match="in another order than the optimizer's group"):
+        tailopt.load_named_state_dict(model, other, state)
+    tailopt.load_named_state_dict(model, automatic(list(model.parameters())), state)
 
 
 def test_a_compiled_step_has_the_same_bits() -> None:

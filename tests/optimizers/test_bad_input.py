@@ -29,7 +29,6 @@ SETTINGS = [
     ({"u": None}, "Invalid thresholds: u=None; need"),
     ({"u": True}, "Invalid thresholds: u=True; need"),
     ({"d": "0.1"}, r"Invalid thresholds: d='0\.1'; need a number or a tensor with 0 <= d <= u\."),
-    ({"d": None}, "Invalid thresholds: d=None; need"),
     ({"d": False}, "Invalid thresholds: d=False; need"),
     ({"d": (0.1, 0.2)}, r"Invalid thresholds: d=\(0\.1, 0\.2\); need"),
 ]
@@ -40,6 +39,7 @@ ZONES = [
     ({"dead_zone": "0.1"}, r"Invalid dead_zone: '0\.1'; need a number with 0 <= dead_zone <= u, or \"auto\"\."),
 ]
 NO_AUTO = [
+    ({"d": None}, "Invalid thresholds: d=None; need"),
     ({"u": "auto"}, 'Invalid thresholds: u="auto" is not available yet; need a number or a tensor'),
     ({"d": "auto"}, 'Invalid thresholds: d="auto" is not available yet; need a number or a tensor'),
 ]

@@ -20,7 +20,17 @@ from tailopt.clipping.counts import Counts, add, read
 from tailopt.clipping.dtensor import over_shards, positions_by_process_groups
 from tailopt.clipping.operators import Number, check_kind
 from tailopt.native.clip import Counters
-from tailopt.thresholds import AUTO, CALIBRATION, SCALES, Thresholds, choose, lower_of_auto, ratio_of_auto
+from tailopt.optimizers.threshold_warning import warn_caller
+from tailopt.thresholds import (
+    AUTO,
+    CALIBRATION,
+    SCALES,
+    Thresholds,
+    choose,
+    lower_of_auto,
+    nonzero_rms,
+    ratio_of_auto,
+)
 
 Group = dict[str, Any]
 PERIOD = CALIBRATION  # steps between two looks at the gradients
@@ -46,7 +56,12 @@ def check_auto(group: Group) -> Group:
         if group[name]:
             raise ValueError(f"Invalid {name}: True with u='auto', which reads the gradients on the host; set u and d.")
     if group["thresholds"] is not None:
-        Thresholds.from_state(group["thresholds"])
+        tensors = len(Thresholds.from_state(group["thresholds"]).u)
+        if tensors > 1 and tensors != len(group.get("params", ())):
+            raise ValueError(
+                f"Invalid thresholds: they are of {tensors} tensors, and the group has {len(group.get('params', ()))} "
+                "parameters. Add parameters with add_param_group, or set group['thresholds'] = None to calibrate again."
+            )
     return {**group, "u": float("inf"), "d": 0.0}
 
 
@@ -56,6 +71,7 @@ def numbers(group: Group) -> list[tuple[Number, Number, float]]:
         return [(group["u"], lower_of_auto(group["u"]) if is_auto(group["d"]) else group["d"], 1.0)]
     if group["thresholds"] is None:
         return [(1.0, 1.0, 1.0)]  # sign descent
+    check_auto(group)  # the list of parameters may have changed since
     thresholds = Thresholds.from_state(group["thresholds"])
     return [thresholds.numbers(i) for i in range(len(thresholds.u))]
 
@@ -85,6 +101,15 @@ def observe(group: Group, positions: Sequence[int], gradients: Sequence[Tensor])
     if is_calibrating(group) and progress["seen"] < CALIBRATION:
         return
     counts = _read(progress, len(group["params"]), group["params"])
+    if not any(nonzero_rms(c) > 0 for c in counts):
+        # all gradients are zero: signs move nothing, and u stays as it is
+        if not progress.get("warned") and is_calibrating(group):
+            progress["warned"] = True
+            warn_caller(
+                f"u='auto' has seen no nonzero finite gradient of a group of {len(counts)} tensors in "
+                f"{progress['seen']} steps, and keeps looking. Is the loss connected to these parameters?"
+            )
+        return
     if is_calibrating(group):
         chosen = choose(counts, scale=group["scale"], d=group["d"])
     else:
@@ -102,6 +127,8 @@ def _count(progress: dict[str, Any], n: int, positions: Sequence[int], gradients
         if key not in progress:
             empty = Counters.empty(n, histogram=True, device=device)
             progress[key] = {"table": empty.table, "bins": empty.bins, "logs": empty.logs}
+        # a checkpoint may have been loaded onto another device
+        progress[key] = {name: table.to(device) for name, table in progress[key].items()}
         counters = Counters(**progress[key], sample_offset=progress["steps"] % 32)
         add([gradients[i] for i in chosen], [positions[i] for i in chosen], _UNBOUNDED, counters)
 

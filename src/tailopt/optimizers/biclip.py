@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,7 +53,8 @@ class BiClip(ClippingOptimizer):
         u: upper threshold, a number or a tensor: 0-dim, or one that broadcasts against the parameters of its group
             (row- and column-wise thresholds). "auto": chosen for every tensor from the first 50 gradients, and lr is
             then the most that a coordinate moves in a step, as with Adam; see `thresholds`.
-        d: lower threshold, 0 <= d <= u, likewise. "auto": a third of u; with u="auto" also 0.
+        d: lower threshold, 0 <= d <= u, likewise; by default 0.01. "auto": a third of u, and the default with u="auto",
+            which otherwise takes 0 only.
         scale: with u="auto", what happens as gradients shrink: "first", steps shrink with them; "follow", the largest
             step stays lr, and a schedule shrinks it.
         weight_decay: decoupled, as in AdamW.
@@ -92,7 +94,7 @@ class BiClip(ClippingOptimizer):
         params: Any,
         lr: Number = 1e-2,
         u: Number | str = 1.0,
-        d: Number | str = 1e-2,
+        d: Number | str | None = None,
         *,
         scale: str = "first",
         weight_decay: float = 0.0,
@@ -107,6 +109,8 @@ class BiClip(ClippingOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
+        if d is None:
+            d = "auto" if is_auto(u) else 1e-2
         defaults: Group = {"lr": lr, "u": u, "d": d, "weight_decay": weight_decay}
         defaults |= {"momentum": momentum, "momentum_dtype": momentum_dtype}
         defaults |= {"scale": scale, "thresholds": None, "calibration": None}
@@ -143,10 +147,20 @@ class BiClip(ClippingOptimizer):
         first = len(params)
         super()._init_group(group, params, grads, momenta, step_counts)
         if group["momentum"]:
+            if any(g.is_sparse for g in grads[first:]):
+                raise RuntimeError(
+                    "Momentum needs dense gradients, and one is sparse. Use momentum=0 for its parameter."
+                )
             for p in params[first:]:
                 state = self.state[p]
                 if "momentum_buffer" not in state:
                     state |= _empty_state(p, group)
+                if "step" not in state or state["momentum_buffer"].shape != p.shape:
+                    raise ValueError(
+                        f"Invalid state: the momentum of a parameter of shape {tuple(p.shape)} has shape "
+                        f"{tuple(state['momentum_buffer'].shape)} and the keys {sorted(state)}; need its shape, and a "
+                        "step. Was it saved by another optimizer? Remove its entry to begin with an empty momentum."
+                    )
                 momenta.append(state["momentum_buffer"])
                 step_counts.append(_where_needed(state, p, group))
         return False
@@ -171,8 +185,10 @@ class BiClip(ClippingOptimizer):
             if top is None and group["dead_zone"] == "auto":
                 top = _largest_gradient(gathered)
             calibrating = is_calibrating(group)
-            if momenta and calibrating:  # nothing is clamped yet, so what is not finite would stay in m
-                grads = [torch.where(g.isfinite(), g, 0.0) for g in grads]
+            if momenta and calibrating and group["nonfinite"] == "propagate":
+                # nothing is clamped by u yet, so what is not finite would stay in m
+                most = [torch.finfo(m.dtype).max for m in momenta]
+                grads = [torch.where(g.isfinite(), g, 0.0).clamp(-x, x) for g, x in zip(grads, most, strict=True)]
             numbers_of_momenta = _momentum_numbers(group["momentum"], step_counts, clamps=not calibrating)
             for positions, step in self._steps(group, params, top):
                 ps = params if positions is None else [params[i] for i in positions]
@@ -204,6 +220,8 @@ class BiClip(ClippingOptimizer):
                 continue
             local = [local_pair(p, g)[1] for p, g in zip(params, grads, strict=True)]
             clipped = [real_parts(g) if g.is_sparse or g.is_complex() else g for g in local]
+            if group["nonfinite"] == "skip":  # what was skipped is not counted: zeros are left out of quantiles
+                clipped = [torch.where(g.isfinite().all(), g, 0.0) for g in clipped]
             if momenta:
                 beta = group["momentum"]
                 corrections = [1 - beta ** count.to(m.device) for m, count in zip(momenta, step_counts, strict=True)]
@@ -217,7 +235,9 @@ class BiClip(ClippingOptimizer):
         """The group's parameters by the step they take, the same objects until a setting changes."""
         tracing = torch.compiler.is_compiling()
         known_steps = self._checked_groups.steps(group) if not tracing else None
-        if known_steps is not None and (len(known_steps) == 1 or len(params) == len(group["params"])):
+        if known_steps is not None and (
+            len(known_steps) == 1 or len(params) == len(group["params"]) == len(known_steps)
+        ):
             return known_steps
         lr, weight_decay, maximize = (group[key] for key in ("lr", "weight_decay", "maximize"))
         each = numbers(group)
@@ -322,8 +342,11 @@ def _dead_zones(group: Group, params: Sequence[Tensor], top: Tensor | None) -> l
     assert top is not None
     result: list[tuple[list[int] | None, Number]] = []
     for dtype in (torch.float32, torch.float64):
-        positions: list[int] | None = [i for i, p in enumerate(params) if compute_dtype(p.dtype) == dtype]
-        result.append((positions, auto_dead_zone(top, group["u"], dtype)))
+        positions = [i for i, p in enumerate(params) if compute_dtype(p.dtype) == dtype]
+        if positions:
+            # a u that is chosen from the gradients does not limit the zone: where it is smaller, all is rounding noise
+            u = math.inf if is_auto(group["u"]) else group["u"]
+            result.append((positions, auto_dead_zone(top, u, dtype)))
     return result
 
 

@@ -125,13 +125,14 @@ def load_named_state_dict(
     _check_groups(saved, names)
     _check_state(saved)
     settings = {frozenset(group["params"]): _settings(group) for group in saved["groups"]}
+    orders = {frozenset(group["params"]): group["params"] for group in saved["groups"]}
     entries = {
         name: {key: _cut(value, parameters[name]) for key, value in entry.items()}
         for name, entry in saved["state"].items()
     }
     copies: _Copies = {}
     packed = [
-        _packed(optimizer, its_names, settings, entries, copies)
+        _packed(optimizer, its_names, settings, orders, entries, copies)
         for optimizer, its_names in zip(several, names, strict=True)
     ]
     before = [{"state": optimizer.state, "param_groups": optimizer.param_groups} for optimizer in several]
@@ -333,6 +334,7 @@ def _packed(
     optimizer: Optimizer,
     names: Sequence[Sequence[str]],
     settings: Mapping[frozenset[str], Mapping[str, Any]],
+    orders: Mapping[frozenset[str], Sequence[str]],
     entries: Mapping[str, dict[str, Any]],
     copies: _Copies,
 ) -> dict[str, Any]:
@@ -345,10 +347,21 @@ def _packed(
             key: _moved(value, _device(live.get(key), group["params"]), copies)
             for key, value in settings.get(frozenset(its_names), {}).items()
         }
+        if loaded.get("thresholds") is not None or loaded.get("calibration") is not None:
+            _check_order(its_names, orders.get(frozenset(its_names), its_names))
         ids = [numbers.setdefault(name, len(numbers)) for name in its_names]
         groups.append({**live, **loaded, "params": ids})
     state = {number: entries[name] for name, number in numbers.items() if name in entries}
     return {"state": state, "param_groups": groups}
+
+
+def _check_order(names: Sequence[str], saved: Sequence[str]) -> None:
+    """Raise where thresholds with an entry for each parameter would go to other parameters."""
+    if list(names) != list(saved):
+        raise ValueError(
+            f"The checkpoint has thresholds for {_some(saved)} in another order than the optimizer's group. Build the "
+            "optimizer with the parameters in the order in which they were saved."
+        )
 
 
 def _device(live: Any, params: Sequence[Tensor]) -> torch.device:
