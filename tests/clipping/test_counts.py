@@ -220,7 +220,7 @@ def test_large_tensors_are_sampled_by_lines(use, path: str, dtype: torch.dtype, 
 @every_dtype
 def test_the_line_moves_with_every_step_and_runs_repeat(use, path: str, dtype: torch.dtype, monkeypatch) -> None:
     if path == "torch":
-        monkeypatch.setattr("tailopt.clipping.step_cache.StepCache.prepare", lambda cache, params, grads: False)
+        monkeypatch.setattr("tailopt.clipping.step_cache.StepCache.prepare", lambda *tensors: False)
     else:
         use(path)
     n = 65_536 + 100

@@ -10,6 +10,7 @@ from tailopt.studies.study import StudyOptions
 from tests.studies.unjudged import assert_unjudged
 
 
+@pytest.mark.slow  # three runs of two real nodes
 def test_measured_bytes_are_those_of_the_formula(tmp_path: Path) -> None:
     out = overhead.run(tmp_path, StudyOptions(quick=True, progress=False))
     found = json.loads((out / "results.json").read_text(encoding="utf-8"))
