@@ -70,7 +70,7 @@ def algorithm_settings(name: Any) -> set[str]:
 
     Examples:
         >>> sorted(algorithm_settings("avg-biclip"))
-        ['dead_zone', 'i_d', 'i_u', 'ilr', 'inner_state', 'weight_decay']
+        ['dead_zone', 'i_d', 'i_u', 'ilr', 'inner_momentum', 'inner_state', 'weight_decay']
     """
     lowered = str(name).strip().lower()
     pairs = {f"{outer}-{inner}": (outer, inner) for outer in OUTER for inner in INNER} | {**ALGORITHMS}
