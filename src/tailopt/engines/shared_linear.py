@@ -35,7 +35,7 @@ def _of_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 class _Linear(torch.autograd.Function):
-    """`linear`, with a batching rule of its own. It is differentiated below vmap, where the rule has been applied."""
+    """`linear`, with a batching rule of its own. Under vmap it is differentiated below, where the rule was applied."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -44,12 +44,16 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save nothing: a layer that is trained is stacked, and does not come here."""
+        """Save what the gradients of a layer that is not stacked need."""
+        ctx.save_for_backward(*inputs[:2])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Refuse: see `setup_context`."""
-        raise NotImplementedError("A linear layer without stacked weights is differentiated; it should be frozen.")
+        """Return the gradients of a layer that is not stacked: of input, weight and bias, as far as they are needed."""
+        (g,), (x, weight), needed = grads, ctx.saved_tensors, ctx.needs_input_grad
+        rows, of_rows = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
+        of_weight = rows.mT @ of_rows if needed[1] else None
+        return g @ weight if needed[0] else None, of_weight, rows.sum(0) if needed[2] else None
 
     @staticmethod
     def vmap(
