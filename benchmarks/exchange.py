@@ -86,7 +86,7 @@ def competitors(size: str) -> tuple[dict[str, Callable[[], None]], Callable[[], 
         outgoing = [part.delta[part.layout.partition(k)] for k in range(transport.nodes)]
         blocking(part.transport.exchange(outgoing, part.received))
         flat_kernels.mean(part.received, list(who.shares.values()), 1.0)
-        blocking(part.share(node.x))
+        blocking(part.all_gather_partitions(node.x))
 
     def whole() -> None:
         report = node.close_round(who, said, criteria, outer, policy)

@@ -25,8 +25,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
-from tailopt.sweeps.stacked import Batches
+from tailopt.splits.loaders import NodeData
 from tailopt.tasks.synthetic import Synthetic
 
 NOISES = {
@@ -108,6 +109,23 @@ def random_points(n: int) -> Tensor:
 
     inner = [log_uniform(1e-3, 10), ratio(), log_uniform(0.004, 1)]
     return torch.stack([*inner, log_uniform(1e-3, 10), ratio(), log_uniform(0.004, 1)], 1)
+
+
+def batch_rows(task: Synthetic, seeds: Sequence[int], steps: int) -> tuple[Tensor, Tensor]:
+    """The samples that the simulation reads, and how much each counts in the mean of its batch.
+
+    Both are [seeds, nodes, steps, batch]; short batches are padded with samples of weight 0.
+    """
+    rows = torch.zeros(len(seeds), NODES, steps, BATCH, dtype=torch.int64)
+    share = torch.zeros(len(seeds), NODES, steps, BATCH)
+    for s, seed in enumerate(seeds):
+        for i, part in enumerate(task.parts(seed, NODES)):
+            data = NodeData(TensorDataset(part), i, seed, BATCH)
+            for k in range(steps):
+                index = part[data.indices(k)]
+                rows[s, i, k, : len(index)] = index
+                share[s, i, k, : len(index)] = 1.0 / len(index)
+    return rows, share
 
 
 class Problem:
@@ -294,11 +312,11 @@ def main() -> None:
         rules = {name: rules[name] for name in arguments.rules}
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.tune + arguments.fresh)
     steps = max(arguments.rounds) * LOCAL_STEPS
-    first = Batches.of(NOISES["none"], seeds, NODES, steps, BATCH)  # the order of samples is that of all noises
+    order = batch_rows(NOISES["none"], seeds, steps)  # the order of samples is that of all noises
     results: dict[str, dict[str, float]] = {}
     for rounds in arguments.rounds:
         for noise in arguments.noises:
-            problem = Problem(NOISES[noise], seeds, (first.rows, first.share), arguments.device)
+            problem = Problem(NOISES[noise], seeds, order, arguments.device)
             results[f"{noise}, {rounds}"] = compare(problem, noise, rounds, rules, arguments.tune)
     print(table(results))
     if arguments.json:

@@ -235,12 +235,12 @@ def test_superfluous_settings(name: str, more: dict[str, Any], message: str) -> 
     ("name", "optional"),
     [
         ("avg-sgd", ""),
-        ("avg-biclip", "weight_decay dead_zone inner_momentum"),
-        ("avg-biclip-l2", "weight_decay scope"),
-        ("adam-biclip", "weight_decay dead_zone inner_momentum outer_betas bias_correction"),
+        ("avg-biclip", "weight_decay dead_zone inner_momentum scale"),
+        ("avg-biclip-l2", "weight_decay scope scale"),
+        ("adam-biclip", "weight_decay dead_zone inner_momentum scale outer_betas bias_correction"),
         ("adam2", "inner_betas outer_betas bias_correction"),
-        ("bi2clip-l2", "weight_decay scope"),
-        ("bi2clip", "weight_decay dead_zone momentum inner_momentum"),
+        ("bi2clip-l2", "weight_decay scope scale"),
+        ("bi2clip", "weight_decay dead_zone momentum inner_momentum scale"),
         ("diloco", "inner_betas"),
     ],
 )

@@ -162,6 +162,7 @@ def test_wheel_without_a_compiler(sdist, tmp_path):
     assert not [path for path in names(wheel) if "_cpu" in path]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_wheel_where_the_compiler_refuses_openmp(sdist, tmp_path):
     compiler = tmp_path / "cc"

@@ -28,7 +28,7 @@ def test_lines_come_at_once_then_every_few_seconds_and_at_the_end(
 
 
 def test_rounds_say_loss_nodes_and_the_time_left(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"loss": 0.25, "participants": [0, 1, 2], "excluded": {"1": "not finite"}}
+    row = {"loss": 0.25, "participants": [0, 1, 2], "excluded": [{"node": 1, "reason": "not finite"}]}
     with RoundProgress("bi2clip", 2, 10, True) as bar:
         clock[0] += 1.0
         bar.show({**row, "round": 3})  # too early for a line
@@ -39,6 +39,17 @@ def test_rounds_say_loss_nodes_and_the_time_left(clock: list[float], capsys: pyt
     assert capsys.readouterr().err == "bi2clip: round 4/10, loss 0.25, 2 nodes, about 6 s left\n"
 
 
+@pytest.mark.parametrize(("excluded", "counted"), [([], 2), ([0], 1), ([1], 1)])
+def test_a_node_that_was_drawn_twice_is_one_node(
+    excluded: list[int], counted: int, clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RoundProgress("bi2clip", 0, 2, True) as bar:
+        clock[0] += 2.0
+        left_out = [{"node": node, "reason": "not finite"} for node in excluded]
+        bar.show({"round": 1, "loss": 0.25, "participants": [0, 0, 1], "excluded": left_out})
+    assert f", {counted} node" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_nothing_is_shown_where_nobody_looks(
     terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -46,7 +57,7 @@ def test_nothing_is_shown_where_nobody_looks(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     with Progress(False) as bar, RoundProgress("x", 0, 2, False) as rounds:
         bar.update(2, 2, "done")
-        rounds.show({"round": 2, "loss": 1.0, "participants": [0], "excluded": {}})
+        rounds.show({"round": 2, "loss": 1.0, "participants": [0], "excluded": []})
     assert capsys.readouterr().err == ""
 
 
@@ -56,6 +67,6 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     with RoundProgress("bi2clip", 0, 4, True) as bar:
-        bar.show({"round": 3, "loss": 0.5, "participants": [0, 1], "excluded": {}})
+        bar.show({"round": 3, "loss": 0.5, "participants": [0, 1], "excluded": []})
     shown = capsys.readouterr().err
     assert "bi2clip" in shown and "3/4" in shown and "loss 0.5, 2 nodes" in shown

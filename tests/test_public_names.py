@@ -18,10 +18,13 @@ NAMES = [
     "L2Clip",
     "NestedOptimizer",
     "Result",
+    "SweepResult",
     "Theory",
+    "Thresholds",
     "algorithm",
     "biclip",
     "biclip_l2",
+    "calibrate",
     "count",
     "l2clip",
     "load_named_state_dict",
@@ -29,6 +32,7 @@ NAMES = [
     "paper_settings",
     "simulate",
     "standardised",
+    "sweep",
     "theory",
 ]
 
@@ -41,6 +45,8 @@ def test_the_root_exposes_nothing_else():
     def own_module(value):
         return isinstance(value, types.ModuleType) and value.__name__.startswith("tailopt.")
 
+    assert set(NAMES) <= set(dir(tailopt))
+    assert all(hasattr(tailopt, name) for name in NAMES)  # some are imported when they are first used
     exposed = {name for name, value in vars(tailopt).items() if not name.startswith("_") and not own_module(value)}
     assert exposed == set(NAMES)
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
-import warnings
+import shlex
 from pathlib import Path
 
 import pytest
 
 from tailopt.cli.main import main
-from tailopt.paper import paper_settings
+from tailopt.cli.study import STUDIES
 from tailopt.studies import drops
-from tailopt.studies.protocol import one_sided_draws
 from tailopt.studies.search_spaces import SPACES
+from tailopt.studies.tables import ranges_lines
 
 ROOT = Path(__file__).parents[1]
 RESULTS = sorted((ROOT / "docs" / "results").rglob("*.md"))
@@ -52,32 +52,29 @@ def test_what_cannot_be_told_is_not_judged(page: str, number: int) -> None:
     assert re.findall(rf"Claim {number}: ([a-z ]+)\.", flat(page)) == ["cannot tell"]
 
 
-@pytest.mark.parametrize(
-    "page", ["glue-mrpc.md", "curves.md", "small/translation.md", "small/centralised.md", "small/federated.md"]
+BEFORE_THE_PROTOCOL = (
+    *("glue-mrpc.md", "curves.md", "convex.md"),
+    *("small/translation.md", "small/centralised.md", "small/federated.md", "small/pretraining.md"),
 )
-def test_a_page_of_a_one_sided_search_says_so(page: str) -> None:
+
+
+@pytest.mark.parametrize("page", BEFORE_THE_PROTOCOL)
+def test_a_page_from_before_the_protocol_says_so(page: str) -> None:
     text = flat(f"docs/results/{page}")
-    budget = int(re.findall(r"tuned by (\d+) random settings", text)[0])
-    assert one_sided_draws(budget) and "only in the upper half of its range" in text
+    assert "before [the protocol](" in text and "comparisons.md) was in use" in text
 
 
-def test_the_page_of_mrpc_says_rightly_whose_best_settings_lie_outside_the_ranges() -> None:
-    text = flat("docs/results/glue-mrpc.md")
-    assert "outside the ranges searched here for six of the ten algorithms" in text
-    names = re.findall(r"\| ([a-z0-9-]+) \| MRPC \|", text)
-    space = SPACES["fine-tuning"]
-    outside = []
-    for name in names:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            best = paper_settings(name, "mrpc")
-        best |= {f"{level}_move": best[f"{level}lr"] * best[f"{level}_u"] for level in "io" if f"{level}_u" in best}
-        best |= {f"{level}_share": best[f"{level}_d"] / best[f"{level}_u"] for level in "io" if f"{level}_d" in best}
-        where = space.ranges(name)
-        if any(not r.low * 0.999 <= best[key] <= r.high * 1.001 for key, r in where.items()):
-            outside.append(name)
-    assert len(names) == 10
-    assert outside == ["adam-l2clip", "adam-biclip", "rmsprop-biclip", "adam2", "diloco", "bi2clip"]
+@pytest.mark.parametrize("page", [page for page in RESULTS if "Sobol points of its own" in page.read_text()], ids=str)
+def test_a_page_by_the_protocol_has_the_ranges_of_the_code(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    (command,) = re.findall(r"by `tailopt study ([^`]*)`", text)
+    name, *options = shlex.split(command)
+    assert name in STUDIES
+    names = {option.removeprefix("--") for option in options if option.startswith("--")}
+    assert names <= {*STUDIES[name].OPTIONS, "quick"}
+    (space,) = re.findall(r"Searched \(([a-z-]+)\)", text)
+    algorithms = re.findall(r"^\| ([a-z0-9-]+) \| [^|]* \| (?:i|o|m|w)[a-z_]+ ", text, re.MULTILINE)
+    assert "\n".join(ranges_lines(SPACES[space], [*dict.fromkeys(algorithms)])) in text
 
 
 def test_both_sides_are_cited_on_noise_in_language_models() -> None:

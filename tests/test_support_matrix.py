@@ -25,7 +25,7 @@ import tailopt
 from tailopt import BiClip, L2Clip, biclip, biclip_l2, l2clip
 from tailopt.clipping.dispatch import KERNELS
 from tailopt.clipping.kernels.kernel import StepGroup
-from tailopt.clipping.reference import ClipByValue, Step
+from tailopt.clipping.reference import ClipByValue, StepNumbers
 from tailopt.native.library import loaded
 
 PAGE = Path(__file__).parents[1] / "docs" / "support-matrix.md"
@@ -267,13 +267,13 @@ def what_works() -> list[str]:
 
 
 def which_kernels() -> list[str]:
-    plain = Step(ClipByValue(1.0, 0.5), lr=0.5)
-    cases: dict[str, tuple[torch.dtype, bool, Step]] = {
+    plain = StepNumbers(ClipByValue(1.0, 0.5), lr=0.5)
+    cases: dict[str, tuple[torch.dtype, bool, StepNumbers]] = {
         **{name: (t, False, plain) for name, t in TYPES.items() if t != torch.complex64},
         "sparse COO": (torch.float32, True, plain),
-        "dead zone": (torch.float32, False, Step(ClipByValue(1.0, 0.5, 0.25), lr=0.5)),
-        "thresholds by row": (torch.float32, False, Step(ClipByValue(torch.ones(4), 0.5), lr=0.5)),
-        "tensor `lr`": (torch.float32, False, Step(ClipByValue(1.0, 0.5), lr=torch.tensor(0.5))),
+        "dead zone": (torch.float32, False, StepNumbers(ClipByValue(1.0, 0.5, 0.25), lr=0.5)),
+        "thresholds by row": (torch.float32, False, StepNumbers(ClipByValue(torch.ones(4), 0.5), lr=0.5)),
+        "tensor `lr`": (torch.float32, False, StepNumbers(ClipByValue(1.0, 0.5), lr=torch.tensor(0.5))),
     }
     notes, rows = Notes(), []
     for kernel in KERNELS.values():

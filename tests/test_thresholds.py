@@ -21,6 +21,7 @@ from tailopt.thresholds import (
     HIGHEST,
     LOWEST,
     RULES,
+    Norms,
     Thresholds,
     choose,
     lower_of_auto,
@@ -49,11 +50,11 @@ def test_u_follows_the_formula_and_ignores_zeros():
     a = g[g != 0].abs().double()
     assert len(a) < g.numel(), "some features do not occur in a batch"
     median, rms = float(a.median()), float(a.square().mean().sqrt())
-    base = {"rms": rms, **{f"q{p}": float(a.quantile(p / 100)) for p in (25, 75, 90)}}
     for name, rule in RULES.items():
         factor = min(max(rule.factor * (2 * median / rms) ** rule.tail_power, LOWEST), HIGHEST)
+        base = rms if rule.quantile is None else float(a.quantile(rule.quantile))
         got = rule.upper(counts_of(torch.cat([g.flatten(), torch.zeros(10_000)]))[0])
-        assert got == pytest.approx(base.get(name, median) * factor, rel=0.05), name
+        assert got == pytest.approx(base * factor, rel=0.05), name
 
 
 def test_heavier_tails_give_a_smaller_u():
@@ -124,6 +125,34 @@ def test_tensors_are_pooled_by_their_size_though_large_ones_are_sampled():
     both = torch.cat([large, small]).abs()
     assert pooled(sampled).quantile(0.5) == pytest.approx(float(both.median()), rel=0.03)
     assert nonzero_rms(pooled(sampled)) == pytest.approx(float(both.square().mean().sqrt()), rel=1e-5)
+
+
+def test_norms_take_the_place_of_elements():
+    """The same rule on 50 numbers, without a histogram; zeros and what is not finite are left out."""
+    rng = torch.Generator().manual_seed(0)
+    values = (torch.randn(50, generator=rng).abs() + 1).double()
+    rms, median = float(values.square().mean().sqrt()), float(values.quantile(0.5))
+    norms = Norms((*values.tolist(), 0.0, math.nan, math.inf))
+    assert norms.quantile(0.9) == pytest.approx(float(values.quantile(0.9)))
+    chosen = choose([norms])
+    assert chosen.u[0] == pytest.approx(median**2 / rms, rel=1e-5) and chosen.d == chosen.u and chosen.rule == "norm"
+    assert choose([norms], d=0).d == (0.0,) and choose([norms], rule="tail").u[0] == pytest.approx(
+        6 * chosen.u[0], rel=1e-5
+    )
+    assert f"the median of the norm is {median:.3g}" in chosen.reason
+
+    halves = [[Norms(norms.values[:20])], [Norms(norms.values[20:])]]
+    assert choose(total(halves)) == chosen, "norms of nodes are put in a row"
+    later = chosen.follow([Norms(tuple(x / 16 for x in values.tolist()))], steps=5)
+    assert later.u[0] == pytest.approx(chosen.u[0] * 16 ** (RULES[DEFAULT].memory ** 5 - 1), rel=1e-4)
+
+    by_tensor = choose([norms, Norms((7.0,)), Norms((0.0,))])
+    assert (
+        by_tensor.u[:2] == (chosen.u[0], 7.0)
+        and by_tensor.u[2] == choose([norms, Norms((7.0,))], per_tensor=False).u[0]
+    )
+    with pytest.raises(ValueError, match="none of 2 norms is nonzero and finite"):
+        choose([Norms((0.0, math.nan))])
 
 
 def test_nodes_agree():

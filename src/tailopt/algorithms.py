@@ -5,7 +5,7 @@
 Names are outer-inner. Every pair of an outer and an inner rule is an algorithm; the table below lists the paper's.
 Settings have the paper's column names: `ilr`, `i_u`, `i_d`, `ieps` for the inner rule, `olr`, `o_u`, `o_d`, `oeps` for
 the outer one. i_u, i_d, o_u and o_d may be numbers, tensors that broadcast against a parameter (rows, columns), or
-mappings from patterns of parameter names to either.
+mappings from patterns of parameter names to either; or "auto", which `rounds.auto_thresholds` turns into numbers.
 
 A side is "outer" or "inner". A key is a rule's own name for a hyperparameter (`lr`, `u`); its public name tells the
 sides apart (`ilr`, `o_u`).
@@ -25,11 +25,14 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tailopt.arguments import check_choice
 from tailopt.clipping.operators import check_thresholds
+from tailopt.optimizers.auto_thresholds import is_auto
 from tailopt.rules.l2clip import SCOPES
 from tailopt.rules.rule import Rule
 from tailopt.rules.table import INNER, OUTER
 from tailopt.rules.torch_optim import torch_rule
+from tailopt.thresholds import SCALES, lower_of_auto, ratio_of_auto
 
 InnerState = Literal["reset", "keep"]
 
@@ -121,6 +124,15 @@ class Algorithm:
             object.__setattr__(self, "name", f"{_optimizer_name(self.outer)}-{_optimizer_name(self.inner)}")
         check_side(self.outer, self.outer_settings, "outer", f"{self.name} (outer settings)")
         check_side(self.inner, self.inner_settings, "inner", f"{self.name} (inner settings)")
+        named = isinstance(self.outer, str) and isinstance(self.inner, str)  # a class may have a `scale` of its own
+        if (
+            named
+            and "scale" in {**self.outer_settings, **self.inner_settings}
+            and not any(is_auto(self.hparams(side).get("u")) for side in ("outer", "inner"))
+        ):
+            raise ValueError(
+                'Invalid scale: no threshold is "auto", so it has no effect. Leave it out, or set i_u="auto".'
+            )
 
     def rule(self, side: str) -> Rule:
         """Return the update rule of a side."""
@@ -168,6 +180,8 @@ def algorithm(name: str, **settings: Any) -> Algorithm:
             with failing nodes, is avg-l2clip; which nodes fail is an argument of `simulate` (participation, drops).
         settings: the settings of both optimizers, and if they apply the keywords weight_decay, dead_zone, scope,
             momentum, inner_momentum, inner_betas, outer_betas, bias_correction, inner_state and send_preconditioner.
+            i_u="auto" chooses the threshold from the gradients, and o_u="auto" from the mean displacements: then ilr
+            and olr are the most that a step moves, i_d and o_d are "auto" or 0, and `scale` is "first" or "follow".
 
     Raises:
         ValueError: the name is unknown, or a setting is unknown, missing or superfluous; the message lists the valid
@@ -177,6 +191,8 @@ def algorithm(name: str, **settings: Any) -> Algorithm:
         >>> algo = algorithm("bi2clip", ilr=0.5, olr=1.0, i_u=1e-4, i_d=5e-5, o_u=1e-4, o_d=1e-4)
         >>> algo.outer, algo.inner, algo.inner_settings["i_u"]
         ('biclip', 'biclip', 0.0001)
+        >>> algorithm("avg-biclip", ilr=0.05, i_u="auto", i_d="auto").settings
+        {'ilr': 0.05, 'i_u': 'auto', 'i_d': 'auto'}
     """
     canonical, (outer, inner) = _resolve(name)
     extras = dict(EXTRAS.get(canonical, {}))
@@ -196,6 +212,16 @@ def algorithm(name: str, **settings: Any) -> Algorithm:
         by_side[side] = {key: value for key, value in settings.items() if key in need | may}
     _check_names(canonical, settings, required, optional - required | {"inner_state", "send_preconditioner"})
     return Algorithm(outer, inner, by_side["outer"], by_side["inner"], name=canonical, **extras)
+
+
+def canonical_name(name: str) -> str:
+    """Return this library's spelling of an algorithm's name; ValueError for an unknown one.
+
+    Examples:
+        >>> canonical_name("RMS-TailClip")
+        'rmsprop-biclip'
+    """
+    return _resolve(name)[0]
 
 
 def rule_of(optimizer: str | type[Optimizer], side: str) -> Rule:
@@ -218,13 +244,19 @@ def hparams_of(optimizer: str | type[Optimizer], settings: Mapping[str, Any], si
     values = {key: settings[name] for key, name in names.items() if name in settings}
     if isinstance(values.get("betas"), list):  # elsewhere a list has a value for each parameter
         values["betas"] = tuple(values["betas"])
-    return {**defaults, **values}
+    hparams = {**defaults, **values}
+    if public and not is_auto(hparams.get("u")):
+        hparams.pop("scale", None)  # the thresholds are what they are
+    return hparams
 
 
 def check_side(optimizer: str | type[Optimizer], settings: Mapping[str, Any], side: str, what: str) -> None:
     """Refuse settings of one side that are unknown, missing or out of range; `what` names it in the message."""
     _check_names(what, settings, *_public_names(rule_of(optimizer, side), side))
-    _check_values(hparams_of(optimizer, settings, side), side)
+    hparams = hparams_of(optimizer, settings, side)
+    _check_values(hparams, side)
+    if "u" in hparams:
+        _check_thresholds(rule_of(optimizer, side), hparams, side)
 
 
 def per_parameter(value: Any, names: Sequence[str], setting: str) -> Any:
@@ -346,10 +378,52 @@ def _check_values(hparams: Mapping[str, Any], side: str) -> None:
             raise ValueError(f"Invalid {name}: {value!r}; need two numbers in [0, 1).")
         elif key == "scope" and value not in SCOPES:
             raise ValueError(f"Invalid scope: {value!r}; need one of {', '.join(SCOPES)}.")
-    if "u" in hparams:
-        zone = hparams.get("dead_zone", 0.0)
-        zone = 0.0 if isinstance(zone, str) and zone == "auto" else zone
-        check_threshold_settings(hparams["u"], hparams.get("d", 0.0), zone, side)
+        elif key == "scale" and isinstance(hparams.get("u"), str):
+            check_choice("scale", value, SCALES)
+
+
+def _check_thresholds(rule: Rule, hparams: Mapping[str, Any], side: str) -> None:
+    """Raise ValueError unless the thresholds are in order, or "auto" where the rule can choose them."""
+    u, d, zone = hparams["u"], hparams.get("d", 0.0), hparams.get("dead_zone", 0.0)
+    name_of_u, name_of_d = (PUBLIC_NAMES[side][key] for key in ("u", "d"))
+    zone = 0.0 if is_auto(zone) else zone
+    for name, value in ((name_of_u, u), (name_of_d, d)):
+        if isinstance(value, Mapping) and any(map(is_auto, value.values())):
+            raise ValueError(f'Invalid {name}: {value}; "auto" is for all parameters. Write {name}="auto".')
+    if is_auto(u):
+        if rule.auto_u_limits is None:
+            raise ValueError(
+                f'Invalid {name_of_u}: "auto" is for biclip, biclip-l2 and l2clip, not for {rule.name}, whose step is '
+                "not limited by it. Give a number."
+            )
+        try:
+            ratio_of_auto(d)
+        except ValueError as error:
+            raise ValueError(_by_public_names(str(error), side)) from None
+        check_threshold_settings(math.inf, 0.0, zone, side)
+        return
+    check_threshold_settings(u, 0.0 if is_auto(d) else d, zone, side)
+    if is_auto(d):
+        try:
+            lower_thresholds(u)
+        except ValueError as error:
+            raise ValueError(_by_public_names(str(error), side)) from None
+
+
+def lower_thresholds(u: Any) -> Any:
+    """Return d="auto" for a u that is a number, a tensor, or several of them in a mapping or a list.
+
+    Examples:
+        >>> lower_thresholds({"*.bias": 3.0, "*": 1.5})
+        {'*.bias': 1.0, '*': 0.5}
+    """
+    if isinstance(u, Mapping):
+        return {pattern: lower_of_auto(upper) for pattern, upper in u.items()}
+    return [lower_of_auto(upper) for upper in u] if isinstance(u, list) else lower_of_auto(u)
+
+
+def _by_public_names(message: str, side: str) -> str:
+    return re.sub(r"\b([ud])(?=[= ,.])", rf"{side[0]}_\1", message)
 
 
 def _is_fraction(value: Any) -> bool:
@@ -371,6 +445,4 @@ def check_threshold_settings(u: Any, d: Any, dead_zone: Any, side: str) -> None:
             try:
                 check_thresholds(upper, lower, dead_zone)
             except ValueError as error:
-                prefix = side[0]
-                message = re.sub(r"\b([ud])(?=[= ,.])", rf"{prefix}_\1", str(error))
-                raise ValueError(message) from None
+                raise ValueError(_by_public_names(str(error), side)) from None

@@ -1,6 +1,6 @@
 """How far a run or a study is, on stderr: a bar in a terminal where rich is installed, else a line every few seconds.
 
-`Progress` counts anything; `RoundProgress` counts rounds and shows the loss, the nodes and the time left.
+`Progress` counts anything; `RoundProgress` counts rounds and shows the loss, how many nodes counted, and the time left.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class RoundProgress(Progress):
     def show(self, row: Mapping[str, Any]) -> None:
         """Show a row of the history."""
         done = row["round"]
-        text = f"loss {row['loss']:.4g}, {len(row['participants']) - len(row['excluded'])} nodes"
+        counted = {*row["participants"]} - {exclusion["node"] for exclusion in row["excluded"]}
+        text = f"loss {row['loss']:.4g}, {len(counted)} nodes"
         seconds = (time.monotonic() - self._start) / (done - self._first) * (self._rounds - done)
         line = f"{self._title}: round {done}/{self._rounds}, {text}, about {seconds:.0f} s left"
         self._show(done, self._rounds, text, line=line, title=self._title)

@@ -5,8 +5,12 @@
     scale="first"       s_t = u_1 and u_t <= u_1: steps shrink with the gradients
     scale="follow"      s_t = u_t: the largest step stays lr, and a schedule shrinks it
 
-Here are pure functions of `Counts`. `total` adds the counts of nodes in node order, and `choose` and
-`Thresholds.follow` depend on these sums alone, so every node gets the same numbers and can compare their digest.
+Where the norm is clipped, read ||g|| for g: lr is the most that the norm moves, and a step of calibration is
+lr * g / ||g||.
+
+Here are pure functions of statistics: `Counts` of elements, or `Norms`. `total` adds those of nodes in node order, and
+`choose` and `Thresholds.follow` depend on these sums alone, so every node gets the same numbers and can compare their
+digest.
 docs/results/thresholds.md has the measurement that chose the default rule.
 """
 
@@ -34,8 +38,50 @@ LOWEST, HIGHEST = 0.05, 6.0  # u in units of the base
 
 
 @dataclass(frozen=True)
+class Norms:
+    """The norms of gradients over one scope, a number for each gradient; all of them, because they are few.
+
+    Zeros and what is not finite are left out, as they are from the quantiles of `Counts`.
+
+    Examples:
+        >>> norms = Norms((3.0, 0.0, 1.0, float("nan"))) + Norms((2.0,))
+        >>> norms.elements, norms.quantile(0.5), round(nonzero_rms(norms), 3)
+        (5, 2.0, 2.16)
+    """
+
+    values: tuple[float, ...] = ()
+
+    def __add__(self, other: Norms) -> Norms:
+        return Norms(self.values + other.values)
+
+    @property
+    def elements(self) -> int:
+        """How many there are, the zeros and those that are not finite too."""
+        return len(self.values)
+
+    @property
+    def positive(self) -> list[float]:
+        """Those that count, in ascending order."""
+        return sorted(x for x in self.values if 0 < x < math.inf)
+
+    def quantile(self, q: float) -> float:
+        """The norm below which a share q of those that count lies, on a straight line between neighbours, or NaN."""
+        ordered = self.positive
+        if not ordered:
+            return math.nan
+        place = q * (len(ordered) - 1)
+        low = math.floor(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+Statistics = Counts | Norms
+SomeStatistics = TypeVar("SomeStatistics", Counts, Norms)
+
+
+@dataclass(frozen=True)
 class Rule:
-    """How u and d follow from the nonzero finite elements of gradients.
+    """How u and d follow from the nonzero finite elements of gradients, or from their norms.
 
         base = a quantile of |g|, or its RMS
         u    = base * clamp(factor * (2 * median / RMS)^tail_power, 0.05, 6)
@@ -56,7 +102,7 @@ class Rule:
     ratio: float = 1 / 3
     memory: float = 0.996
 
-    def upper(self, counts: Counts) -> float:
+    def upper(self, counts: Statistics) -> float:
         """u for these gradients; NaN if no element is nonzero and finite.
 
         Examples:
@@ -75,7 +121,7 @@ class Rule:
         return _rounded(base * min(max(tail, LOWEST), HIGHEST))
 
 
-# The first is the default; the others lost against it on SynToken and are kept for comparison.
+# The first is the default, and "norm" that of norms; the others lost on SynToken and are kept for comparison.
 RULES: Mapping[str, Rule] = {
     "tail": Rule(factor=3.0, tail_power=1.0),
     "median": Rule(),
@@ -84,13 +130,20 @@ RULES: Mapping[str, Rule] = {
     "q75": Rule(quantile=0.75),
     "q90": Rule(quantile=0.9),
     "sign": Rule(ratio=1.0),
+    # u = median^2 / RMS and d = u: the step has the length of a usual norm, and only its direction is the gradient's.
+    "norm": Rule(factor=0.5, tail_power=1.0, ratio=1.0),
+    # For `Clipped`, whose steps another optimizer scales: only the largest are cut. One gradient in 50 that is far too
+    # large does not reach this quantile. docs/replace-adamw.md has the measurement.
+    "gate": Rule(quantile=0.97, ratio=0.0),
 }
-DEFAULT = "tail"
+DEFAULT, NORM = "tail", "norm"
 
 
 @dataclass(frozen=True)
 class Thresholds:
     """The thresholds of a round: one number each for all tensors, or one per tensor.
+
+    Where norms are clipped, a norm takes the place of a tensor's elements: one over all, or one per tensor.
 
     Attributes:
         u1: at the end of calibration.
@@ -131,11 +184,11 @@ class Thresholds:
         return self.u[i], self.d[i], self.u1[i] if self.scale == "first" else self.u[i]
 
     def step_bound(self, lr: float) -> float:
-        """How far one step can move a coordinate: lr * u / s, of the tensor with the largest ratio."""
+        """How far one step can move a coordinate, or the norm: lr * u / s, of the tensor with the largest ratio."""
         return lr * max(u / s for u, _, s in map(self.numbers, range(len(self.u))))
 
-    def follow(self, counts: Sequence[Counts], steps: int) -> Thresholds:
-        """The thresholds of the next round, from the counts of all gradients of this one: one `Counts` per tensor.
+    def follow(self, counts: Sequence[Statistics], steps: int) -> Thresholds:
+        """The thresholds of the next round, from the statistics of all gradients of this one: one entry per tensor.
 
             u <- u^m * (u of this round's gradients)^(1 - m),  m = memory^steps;  with scale="first" at most u_1
 
@@ -184,9 +237,9 @@ class Thresholds:
 
 
 def choose(
-    counts: Sequence[Counts],
+    counts: Sequence[Statistics],
     *,
-    rule: str = DEFAULT,
+    rule: str | None = None,
     scale: Scale = "first",
     per_tensor: bool = True,
     d: float | str = AUTO,
@@ -195,11 +248,13 @@ def choose(
 
     Args:
         counts: of the gradients of calibration, with histograms; one per tensor, added up over the nodes with `total`.
-        rule: a name in `RULES`.
+            Where norms are clipped, `Norms`: one over all tensors, or one per tensor.
+        rule: a name in `RULES`; by default "tail", and "norm" for norms.
         scale: "first" or "follow".
         per_tensor: one u per tensor, or one for all. A tensor without a nonzero finite gradient gets the one for all.
         d: "auto", the rule's ratio of u, or 0.
     """
+    rule = rule or (NORM if any(isinstance(c, Norms) for c in counts) else DEFAULT)
     check_choice("rule of thresholds", rule, tuple(RULES))
     check_choice("scale of thresholds", scale, SCALES)
     ratio = ratio_of_auto(d, rule)
@@ -207,7 +262,8 @@ def choose(
     for_all = RULES[rule].upper(overall)
     if math.isnan(for_all):
         raise ValueError(
-            f"Invalid gradients: none of {overall.elements} elements is nonzero and finite; u='auto' needs some. "
+            f"Invalid gradients: none of {overall.elements} {'norms' if isinstance(overall, Norms) else 'elements'} is "
+            "nonzero and finite; u='auto' needs some. "
             "Set u, or check the loss."
         )
     own = [RULES[rule].upper(c) for c in _scopes(counts, per_tensor)]
@@ -216,20 +272,21 @@ def choose(
     return Thresholds(u, u, lower, scale, rule, ratio, explain(overall, u, ratio, rule))
 
 
-def explain(overall: Counts, u: Sequence[float], ratio: float, rule: str) -> str:
+def explain(overall: Statistics, u: Sequence[float], ratio: float, rule: str) -> str:
     """One line about a choice: u and d, and what in the gradients led to it."""
     median, rms = overall.quantile(0.5), nonzero_rms(overall)
     tensors = f" over {len(u)} tensors" if len(u) > 1 else ""
     span = f"{u[0]:.3g}" if min(u) == max(u) else f"{min(u):.3g} to {max(u):.3g}"
     tail = "light" if rms < 3 * median else "heavy" if rms > 6 * median else "moderate"
+    what = "the norm" if isinstance(overall, Norms) else "|g|"
     return (
-        f"u = {span}{tensors}, d = {ratio:.3g} u, by the rule {rule!r}: the median of |g| is {median:.3g} and the RMS "
-        f"{rms / median:.3g} times that ({tail} tails or unequal scales)."
+        f"u = {span}{tensors}, d = {ratio:.3g} u, by the rule {rule!r}: the median of {what} is {median:.3g} and the "
+        f"RMS {rms / median:.3g} times that ({tail} tails or unequal scales)."
     )
 
 
-def total(by_node: Sequence[Sequence[Counts]]) -> list[Counts]:
-    """Add up the counts of nodes, tensor by tensor, in the order given: that of the nodes' numbers."""
+def total(by_node: Sequence[Sequence[SomeStatistics]]) -> list[SomeStatistics]:
+    """Add up the statistics of nodes, tensor by tensor, in the order given: that of the nodes' numbers."""
     if len({len(counts) for counts in by_node}) != 1:
         raise ValueError(f"Invalid counts: the nodes have {[len(c) for c in by_node]} tensors; need as many on each.")
     sums = list(by_node[0])
@@ -238,12 +295,14 @@ def total(by_node: Sequence[Sequence[Counts]]) -> list[Counts]:
     return sums
 
 
-def pooled(counts: Sequence[Counts]) -> Counts:
+def pooled(counts: Sequence[Statistics]) -> Statistics:
     """All tensors as one. Histograms of large tensors are a sample, and count as much as the tensor has elements."""
     if not counts:
         raise ValueError("Invalid counts: there is no tensor; need one or more.")
     result = Counts()
-    for c in counts:
+    if isinstance(counts[0], Norms):
+        return sum((c for c in counts if isinstance(c, Norms)), Norms())
+    for c in (c for c in counts if isinstance(c, Counts)):
         in_histogram = sum(c.octaves)
         weight = c.elements / in_histogram if in_histogram else 1.0
         if weight > 1:
@@ -254,8 +313,11 @@ def pooled(counts: Sequence[Counts]) -> Counts:
     return result
 
 
-def nonzero_rms(counts: Counts) -> float:
-    """The RMS of the nonzero finite elements; 0 if there is none."""
+def nonzero_rms(counts: Statistics) -> float:
+    """The RMS of the nonzero finite elements, or norms; 0 if there is none."""
+    if isinstance(counts, Norms):
+        positive = counts.positive
+        return math.hypot(*positive) / math.sqrt(len(positive)) if positive else 0.0
     elements = counts.elements - counts.nonfinite - counts.zero
     return math.sqrt(counts.squares / elements) if elements > 0 else 0.0
 
@@ -289,7 +351,7 @@ def lower_of_auto(u: Number, rule: str = DEFAULT) -> Number:
     return u * RULES[rule].ratio
 
 
-def _scopes(counts: Sequence[Counts], per_tensor: bool) -> Sequence[Counts]:
+def _scopes(counts: Sequence[Statistics], per_tensor: bool) -> Sequence[Statistics]:
     return counts if per_tensor else [pooled(counts)]
 
 

@@ -49,6 +49,32 @@ def test_it_is_what_simulate_gives(capsys: pytest.CaptureFixture[str]) -> None:
     assert err == ""
 
 
+def test_thresholds_are_chosen_and_the_choice_is_stored() -> None:
+    auto = [
+        "--algorithm",
+        "bi2clip",
+        "--ilr",
+        "0.05",
+        "--i_u",
+        "auto",
+        "--i_d",
+        "auto",
+        "--olr",
+        "0.1",
+        "--o_u",
+        "auto",
+    ]
+    words = ["--o_d", "0", "--algorithm.scale", "follow", "--local_steps", "20"]
+    assert main(["run", *SMALL, *auto, *words, "--out", "a"]) == 0
+    config = Run.open("a").config
+    expected = {"ilr": 0.05, "i_u": "auto", "i_d": "auto", "olr": 0.1, "o_u": "auto", "o_d": 0, "scale": "follow"}
+    assert config["settings"] == expected
+    assert main(["run", "a/config.toml", "--out", "b", "--quiet"]) == 0
+    assert Path("a/history.jsonl").read_bytes() == Path("b/history.jsonl").read_bytes()
+    last = Run.open("b").history()[-1]["thresholds"]
+    assert last["outer"]["d"] == 0 and last["inner"]["u"] == last["inner"]["s"]
+
+
 def test_the_folder_holds_the_resolved_configuration_and_can_be_run_again() -> None:
     assert main(["run", *SMALL, *BICLIP, "--schedules.i_u", "[{power = 0.25}, {warmup = 2}]", "--out", "a"]) == 0
     config = Run.open("a").config

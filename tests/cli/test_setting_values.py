@@ -41,7 +41,9 @@ def test_types(value: Any, hint: Any, need: str | None) -> None:
     ("key", "good", "bad"),
     [
         ("ilr", 1, True),
-        ("i_u", {"0.weight": 0.1}, "auto"),
+        ("i_u", {"0.weight": 0.1}, "no"),
+        ("o_d", "auto", "first"),
+        ("scale", "follow", 1),
         ("dead_zone", "auto", "none"),
         ("scope", "global", 1),
         ("inner_betas", [0.9, 0.99], 0.9),

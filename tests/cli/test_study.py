@@ -23,7 +23,7 @@ def test_a_study_has_a_summary_and_takes_options_that_exist(name: str) -> None:
 
 
 def test_every_option_of_a_study_is_one_of_the_command_line() -> None:
-    assert {*study.OPTIONS, "quick", "progress"} == FIELDS
+    assert {*study.OPTIONS, "quick", "progress", "command"} == FIELDS
     assert set(study.OPTIONS) == {option for module in study.STUDIES.values() for option in module.OPTIONS}
 
 
@@ -54,7 +54,8 @@ def test_options_reach_the_study(
     out = tmp_path / "out"
     assert main(["study", "failures", "--out", str(out), "--quick", "--quiet", "--task", "MRPC", "--seeds", "2"]) == 0
     shown = capsys.readouterr().out
-    assert str(StudyOptions(quick=True, progress=False, task="MRPC", seeds=2)) in shown
+    command = "tailopt study failures --task MRPC --seeds 2 --quick"
+    assert str(StudyOptions(quick=True, progress=False, task="MRPC", seeds=2, command=command)) in shown
     assert f"wrote {out}: table.md" in shown
 
 
@@ -76,7 +77,14 @@ def test_what_a_study_cannot_take_is_refused(
 
 
 def test_a_study_without_options_says_that_it_has_none() -> None:
-    arguments = argparse.Namespace(name="convex", quick=False, quiet=False, **dict.fromkeys(study.OPTIONS))
+    arguments = argparse.Namespace(name="rates", quick=False, quiet=False, **dict.fromkeys(study.OPTIONS))
     arguments.task = "MRPC"
-    with pytest.raises(ValueError, match="Unknown option: --task; the study convex has no options of its own"):
-        study.options_of(study.STUDIES["convex"], arguments)
+    with pytest.raises(ValueError, match="Unknown option: --task; the study rates has no options of its own"):
+        study.options_of(study.STUDIES["rates"], arguments)
+
+
+def test_a_report_has_the_command_without_folders_of_this_machine(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(name="glue", quick=True, quiet=True, **dict.fromkeys(study.OPTIONS))
+    arguments.task, arguments.data, arguments.seeds = "MRPC", str(tmp_path), "2"
+    options = study.options_of(study.STUDIES["glue"], arguments)
+    assert options.command == f"tailopt study glue --task MRPC --data {tmp_path.name} --seeds 2 --quick"

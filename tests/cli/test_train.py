@@ -115,6 +115,7 @@ def test_recorded_digests_that_changed_are_no_difference_of_the_run(
         assert f"{name} is not what" in said.err and "from a copy" in said.err and "first difference" not in said.out
 
 
+@pytest.mark.slow
 def test_a_recorded_run_from_before_there_were_seals_is_replayed(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,7 @@ from tailopt.clipping.counts import StatisticsRecorder
 from tailopt.clipping.dispatch import KERNELS, update, which
 from tailopt.clipping.kernels.chunked import CHUNK
 from tailopt.clipping.kernels.kernel import StepGroup, row
-from tailopt.clipping.reference import ClipByValue, ScaleToNorm, Step
+from tailopt.clipping.reference import ClipByValue, ScaleToNorm, StepNumbers
 from tailopt.native import library as native
 from tailopt.native.clip import Counters, StepRows
 
@@ -28,18 +28,18 @@ fused_in_torch = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
 needs_fma = pytest.mark.skipif(not fused_in_torch, reason="this processor has no fused multiply-add")
 
 STEPS = {
-    "plain": Step(ClipByValue(0.5, 0.1), lr=0.01),
-    "sign": Step(ClipByValue(0.3, 0.3), lr=0.7),
-    "identity": Step(ClipByValue(math.inf, 0.0), lr=0.3),
-    "zero": Step(ClipByValue(0.0, 0.0), lr=0.3),
-    "decay": Step(ClipByValue(0.5, 0.1), lr=0.013, weight_decay=0.1),
-    "maximize": Step(ClipByValue(0.5, 0.1), lr=0.01, maximize=True),
-    "dead zone": Step(ClipByValue(0.5, 0.1, 0.05), lr=0.01),
-    "dead zone above d": Step(ClipByValue(0.5, 0.1, 0.5), lr=0.01, weight_decay=0.3),
-    "infinite d": Step(ClipByValue(math.inf, math.inf), lr=1e-3),
-    "tiny": Step(ClipByValue(1e-42, 1e-44), lr=1.0),
-    "rescaled": Step(ScaleToNorm(1.0, 7.3, 0.9), lr=0.01),
-    "rescaled down": Step(ScaleToNorm(2.0**-126, 3.0, 0.9), lr=0.01, weight_decay=0.1, maximize=True),
+    "plain": StepNumbers(ClipByValue(0.5, 0.1), lr=0.01),
+    "sign": StepNumbers(ClipByValue(0.3, 0.3), lr=0.7),
+    "identity": StepNumbers(ClipByValue(math.inf, 0.0), lr=0.3),
+    "zero": StepNumbers(ClipByValue(0.0, 0.0), lr=0.3),
+    "decay": StepNumbers(ClipByValue(0.5, 0.1), lr=0.013, weight_decay=0.1),
+    "maximize": StepNumbers(ClipByValue(0.5, 0.1), lr=0.01, maximize=True),
+    "dead zone": StepNumbers(ClipByValue(0.5, 0.1, 0.05), lr=0.01),
+    "dead zone above d": StepNumbers(ClipByValue(0.5, 0.1, 0.5), lr=0.01, weight_decay=0.3),
+    "infinite d": StepNumbers(ClipByValue(math.inf, math.inf), lr=1e-3),
+    "tiny": StepNumbers(ClipByValue(1e-42, 1e-44), lr=1.0),
+    "rescaled": StepNumbers(ScaleToNorm(1.0, 7.3, 0.9), lr=0.01),
+    "rescaled down": StepNumbers(ScaleToNorm(2.0**-126, 3.0, 0.9), lr=0.01, weight_decay=0.1, maximize=True),
 }
 
 
@@ -60,7 +60,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return bool((nan | ((a == b) & (torch.signbit(a) == torch.signbit(b)))).all())
 
 
-def differing(p: Tensor, g: Tensor, after: Tensor, step: Step) -> str:
+def differing(p: Tensor, g: Tensor, after: Tensor, step: StepNumbers) -> str:
     want = reference.step(p, g, step)
     if same_bits(after, want):
         return ""
@@ -83,7 +83,7 @@ def expected(how: str, dtype: torch.dtype) -> list[Tensor]:
     return list(reference.step(torch.cat(params), torch.cat(grads), STEPS[how]).split(SIZES))
 
 
-def run(kernel: str, pairs: Sequence[tuple[Tensor, Tensor]], step: Step) -> list[Tensor]:
+def run(kernel: str, pairs: Sequence[tuple[Tensor, Tensor]], step: StepNumbers) -> list[Tensor]:
     params = [p.clone(memory_format=torch.preserve_format) for p, _ in pairs]
     KERNELS[kernel].run([StepGroup(params, [g for _, g in pairs], step)])
     return params
@@ -118,23 +118,23 @@ def test_rows_have_the_bits_of_each_row(shape: tuple[int, ...], decay: float, dt
     u, share, lr = (torch.rand(4, generator=torch.Generator().manual_seed(s)).to(wide) for s in (1, 2, 3))
     trailing = [1] * (len(shape) - k - 1)
     tensors = [t.reshape(4, *trailing) for t in (u, u * share, lr)]
-    step = Step(ClipByValue(tensors[0], tensors[1], 0.01), tensors[2], decay)
+    step = StepNumbers(ClipByValue(tensors[0], tensors[1], 0.01), tensors[2], decay)
     assert which(p, g, step).kernel.name == "rows"
     (after,) = run("rows", [(p, g)], step)
     for c in range(4):
         # a 0-dim lr, since the decay of a tensor is formed in the type of the arithmetic
-        own = Step(ClipByValue(float(u[c]), float(u[c] * share[c]), 0.01), lr[c], decay)
+        own = StepNumbers(ClipByValue(float(u[c]), float(u[c] * share[c]), 0.01), lr[c], decay)
         index = (slice(None),) * k + (c,)
         assert not differing(p[index], g[index], after[index], own)
 
 
 def test_rows_refuse_what_they_cannot_take() -> None:
     p, g = torch.zeros(4, 32), torch.ones(4, 32)
-    step = Step(ClipByValue(torch.ones(4, 1), 0.0), 0.1)
+    step = StepNumbers(ClipByValue(torch.ones(4, 1), 0.0), 0.1)
     assert which(p, g, step).kernel.name == "rows"
-    assert "shorter than 16" in which(p, g, Step(ClipByValue(torch.ones(32), 0.0), 0.1)).why
-    assert "not contiguous" in which(p.t(), g.t(), Step(ClipByValue(torch.ones(32, 1), 0.0), 0.1)).why
-    assert "differentiated" in which(p, g, Step(ClipByValue(torch.ones(4, 1, requires_grad=True), 0.0), 0.1)).why
+    assert "shorter than 16" in which(p, g, StepNumbers(ClipByValue(torch.ones(32), 0.0), 0.1)).why
+    assert "not contiguous" in which(p.t(), g.t(), StepNumbers(ClipByValue(torch.ones(32, 1), 0.0), 0.1)).why
+    assert "differentiated" in which(p, g, StepNumbers(ClipByValue(torch.ones(4, 1, requires_grad=True), 0.0), 0.1)).why
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -225,8 +225,8 @@ def test_tensor_numbers_are_within_an_ulp(kernel: str, dtype: torch.dtype) -> No
     p, g = torch.randn(1000).to(dtype), torch.randn(1000).to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     lr, u, d = (torch.tensor(v, dtype=wide) for v in (0.03, 0.5, 0.1))
-    (after,) = run(kernel, [(p, g)], Step(ClipByValue(u, d), lr=lr, weight_decay=0.1))
-    want = reference.step(p, g, Step(ClipByValue(0.5, 0.1), lr=0.03, weight_decay=0.1))
+    (after,) = run(kernel, [(p, g)], StepNumbers(ClipByValue(u, d), lr=lr, weight_decay=0.1))
+    want = reference.step(p, g, StepNumbers(ClipByValue(0.5, 0.1), lr=0.03, weight_decay=0.1))
     ulp = torch.finfo(dtype).eps * (p.abs() + 1) + torch.finfo(wide).eps * 0.03 * 0.5
     assert ((after - want).abs() <= ulp).all()
 
@@ -246,7 +246,7 @@ def test_which_names_the_kernel_and_the_reason(monkeypatch: pytest.MonkeyPatch) 
         assert which(p, g, step).kernel.name == "c"
     assert "lie differently" in which(p, g.t().contiguous().t(), step).why
     assert which(p, g.to_sparse(), step).kernel.name == "single"
-    assert "dimensions" in which(p, g, Step(ClipByValue(torch.ones(4, 1), 0.0), 0.1)).why
+    assert "dimensions" in which(p, g, StepNumbers(ClipByValue(torch.ones(4, 1), 0.0), 0.1)).why
     monkeypatch.setattr(native, "loaded", lambda: None)
     monkeypatch.setattr(native, "why_missing", lambda: "no compiler")
     choice = which(p, g, step)

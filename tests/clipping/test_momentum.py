@@ -12,7 +12,7 @@ from torch import Tensor
 import tailopt
 from tailopt.clipping.dispatch import KERNELS, update
 from tailopt.clipping.kernels.kernel import StepGroup
-from tailopt.clipping.reference import ClipByValue, Momentum, Step
+from tailopt.clipping.reference import ClipByValue, Momentum, StepNumbers
 
 PAIRS = [
     (torch.float32, torch.float32),
@@ -24,10 +24,10 @@ PAIRS = [
     (torch.float64, torch.float64),
 ]
 STEPS = {
-    "plain": Step(ClipByValue(1.0, 0.1), 0.1),
-    "decay, maximize": Step(ClipByValue(0.5, 0.5), 0.1, 0.1, True),
-    "dead zone": Step(ClipByValue(1.0, 0.3, 0.2), 0.1),
-    "u infinite": Step(ClipByValue(math.inf, 0.0), 0.1),
+    "plain": StepNumbers(ClipByValue(1.0, 0.1), 0.1),
+    "decay, maximize": StepNumbers(ClipByValue(0.5, 0.5), 0.1, 0.1, True),
+    "dead zone": StepNumbers(ClipByValue(1.0, 0.3, 0.2), 0.1),
+    "u infinite": StepNumbers(ClipByValue(math.inf, 0.0), 0.1),
 }
 
 
@@ -40,7 +40,9 @@ def gradients(n: int, dtype: torch.dtype) -> list[Tensor]:
     return grads
 
 
-def stepped(kernel: str, step: Step, n: int, dtype: torch.dtype, momentum_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def stepped(
+    kernel: str, step: StepNumbers, n: int, dtype: torch.dtype, momentum_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     p = torch.linspace(-2, 2, n).to(dtype)
     m = torch.zeros(n, dtype=momentum_dtype)
     for k, g in enumerate(gradients(n, dtype), 1):

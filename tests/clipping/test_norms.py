@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tailopt.clipping.norms import _pairs_by_torch, largest, nonfinite, scalings
+from tailopt.clipping.norms import _pairs_by_torch, largest_gradient, nonfinite, scalings
 from tailopt.clipping.reference import ScaleToNorm
 from tailopt.native.library import loaded
 
@@ -251,20 +251,20 @@ def test_traced_norms_have_derivatives() -> None:
 
 def test_largest() -> None:
     grads = [torch.tensor([1.0, -3.0]), torch.tensor([2.5], dtype=torch.float64), torch.tensor([-2.75]).bfloat16()]
-    assert largest(grads, grads).item() == 3.0
-    assert largest(grads[1:], grads[1:]).item() == 2.75
+    assert largest_gradient(grads, grads).item() == 3.0
+    assert largest_gradient(grads[1:], grads[1:]).item() == 2.75
     z = [torch.tensor([1 - 7j])]
-    assert largest(z, z).item() == 7.0
+    assert largest_gradient(z, z).item() == 7.0
     pieces = [torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([9.0, -8.0]), (3,), check_invariants=True)]
-    assert largest(pieces, pieces).item() == 1.0
+    assert largest_gradient(pieces, pieces).item() == 1.0
     nothing = [torch.empty(0), torch.zeros(3)]
-    assert largest(nothing, nothing).item() == 0.0
+    assert largest_gradient(nothing, nothing).item() == 0.0
     for dtype in DTYPES:
         ends = [torch.tensor([torch.finfo(dtype).max, 1.0], dtype=dtype), torch.tensor([1e-30], dtype=dtype)]
-        assert largest(ends, ends).item() == torch.finfo(dtype).max
+        assert largest_gradient(ends, ends).item() == torch.finfo(dtype).max
         smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
         ends = [torch.tensor([-smallest], dtype=dtype)]
-        assert largest(ends, ends).item() == smallest
+        assert largest_gradient(ends, ends).item() == smallest
 
 
 @settings(max_examples=60, deadline=None)
@@ -274,7 +274,7 @@ def test_nonfinite_by_tensor(lists: list, dtype: torch.dtype) -> None:
     want = [sum(not math.isfinite(v) for v in g.double().tolist()) for g in grads]
     assert nonfinite(grads, grads).tolist() == want
     finite = [abs(v) for g in grads for v in g.double().tolist() if math.isfinite(v)]
-    assert largest(grads, grads).item() == max(finite, default=0.0)
+    assert largest_gradient(grads, grads).item() == max(finite, default=0.0)
 
 
 @settings(max_examples=60, deadline=None)

@@ -13,7 +13,8 @@ from torch import Tensor
 import tailopt
 from tailopt.clipping.dispatch import KERNELS
 from tailopt.clipping.kernels.kernel import StepGroup
-from tailopt.clipping.reference import ClipByValue, Step
+from tailopt.clipping.reference import ClipByValue, StepNumbers
+from tailopt.thresholds import CALIBRATION, Thresholds
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,7 +85,7 @@ def test_as_on_the_cpu_without_waiting(name: str, dtype: torch.dtype, foreach: b
 def test_kernels_are_within_an_ulp_of_the_reference(kernel: str, dtype: torch.dtype) -> None:
     p, g = torch.randn(10_000).to(dtype), torch.randn(10_000).to(dtype)
     g[:5] = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf")])
-    step = Step(ClipByValue(0.5, 0.1), lr=0.03, weight_decay=0.1)
+    step = StepNumbers(ClipByValue(0.5, 0.1), lr=0.03, weight_decay=0.1)
     want, got = p.clone(), p.cuda()
     KERNELS["reference"].run([StepGroup([want], [g], step)])
     KERNELS[kernel].run([StepGroup([got], [g.cuda()], step)])
@@ -100,6 +101,43 @@ def test_tensors_on_the_device_are_read_there(cls: type) -> None:
         opt.step()
     for p, q in zip(plain, there, strict=True):
         torch.testing.assert_close(q, p, rtol=1e-6, atol=1e-7)
+
+
+AUTO = {
+    "biclip": tailopt.BiClip,
+    "biclip, momentum": lambda params, **more: tailopt.BiClip(params, **more, momentum=0.9),
+    "biclip, skip": lambda params, **more: tailopt.BiClip(params, **more, nonfinite="skip"),
+    "biclip, momentum, skip": lambda params, **more: tailopt.BiClip(params, **more, momentum=0.9, nonfinite="skip"),
+    "l2clip": tailopt.L2Clip,
+    "l2clip, tensor": lambda params, **more: tailopt.L2Clip(params, **more, scope="tensor"),
+    "l2clip, skip": lambda params, **more: tailopt.L2Clip(params, **more, nonfinite="skip"),
+    "clipped": lambda params, lr, **more: tailopt.Clipped(torch.optim.AdamW(params, lr=lr), **more),
+}
+
+
+@pytest.mark.parametrize("name", AUTO)
+def test_auto_chooses_as_on_the_cpu_and_reads_the_device_at_the_end_of_calibration_alone(name: str) -> None:
+    here, there = parameters("cpu", torch.float32), parameters("cuda", torch.float32)
+    for params, device in ((here, "cpu"), (there, "cuda")):  # of this size a histogram is a sample
+        params.append(torch.nn.Parameter(torch.zeros(400, 300, device=device)))
+    on_cpu, on_gpu = (AUTO[name](params, lr=0.01, u="auto", d="auto") for params in (here, there))
+    generator = torch.Generator().manual_seed(1)
+    for step in range(CALIBRATION + 20):
+        for k, (p, q) in enumerate(zip(here, there, strict=True)):
+            p.grad = torch.randn(p.shape, generator=generator) * 10.0**-k
+            q.grad = p.grad.cuda()
+        on_cpu.step()
+        if step == CALIBRATION - 1:
+            assert on_gpu.thresholds == []
+            on_gpu.step()
+        else:
+            with nothing_waits():
+                on_gpu.step()
+    wanted, got = (Thresholds.from_state(opt.param_groups[0]["thresholds"]) for opt in (on_cpu, on_gpu))
+    for key in ("u1", "u", "d"):
+        assert getattr(got, key) == pytest.approx(getattr(wanted, key), rel=1e-5)
+    for p, q in zip(here, there, strict=True):
+        torch.testing.assert_close(q.cpu(), p, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("momentum_dtype", [None, torch.bfloat16], ids=str)

@@ -166,7 +166,7 @@ def test_trainer_builds_the_optimizer_with_the_lr_of_the_kwargs(transformers: An
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
     # Without it the class default holds, and args.learning_rate is not asked.
-    default = tailopt.BiClip([nn.Parameter(torch.zeros(1))]).param_groups[0]["lr"]
+    default = tailopt.BiClip([nn.Parameter(torch.zeros(1))], u=1.0).param_groups[0]["lr"]
     (first, _) = built({"u": 1e-1, "d": 1e-3}).param_groups
     assert first["lr"] == default != 0.25
 

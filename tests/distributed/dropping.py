@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"{name}, {on_drop}": {"on_drop": on_drop} for name in ALGORITHMS for on_drop in ("sync", "keep")},
     "diloco, keep, two of them": {"on_drop": "keep", "participants": 2},
     "diloco, keep, projected": {"on_drop": "keep", "projection": 2.0, "average": True},
-    **{f"{name}, {aggregate}": {"aggregate": aggregate} for name in ("avg-biclip", "diloco") for aggregate in ROBUST},
+    **{f"diloco, {aggregate}": {"aggregate": aggregate} for aggregate in ROBUST},
     "diloco, keep, trimmed-mean": {"on_drop": "keep", "aggregate": "trimmed-mean"},
     "diloco, poisoned": {},
     "diloco, keep, poisoned": {"on_drop": "keep"},

@@ -17,7 +17,7 @@ from tests.distributed import nodes
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", params=[3, 4])
+@pytest.fixture(scope="module", params=[3, pytest.param(4, marks=pytest.mark.slow)])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
     """What every process saw."""
     here, count = tmp_path_factory.mktemp("nodes"), request.param

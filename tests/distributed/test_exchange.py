@@ -80,7 +80,7 @@ def test_headers_that_end_a_run(change: dict[str, Any], said: str | None) -> Non
     transport = Altered(None, 0, 1)  # type: ignore[arg-type]
     exchange, x = Exchange(transport, ["w"], [torch.Size([30])], [torch.float32]), torch.zeros(32)
     exchange.load([torch.zeros(30)], x)
-    exchange.restart(x)
+    exchange.reset_sent_digest(x)
     exchange.measure_displacement([torch.ones(30)], x)
     who = Sampling((1.0,), 1, "uniform", 0).draw(1)
     transport.change = change

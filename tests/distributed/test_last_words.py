@@ -38,7 +38,7 @@ def endless(rank: int, run: str | None = None, sleeper: int | None = None, **set
         opt.zero_grad()
         net(torch.randn(4, 5)).square().mean().backward()
         opt.step()
-        if opt.node.round == 2 and opt.taken == 7:
+        if opt.node.round == 2 and opt.total_steps == 7:
             print("ready", flush=True)
             while rank == sleeper:
                 time.sleep(0.1)

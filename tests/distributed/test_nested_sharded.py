@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 NODES, RANKS, ROUNDS, STEPS, BATCH = 2, 2, 4, 3, 8
 INNER = {"ilr": 0.05, "i_u": 0.1, "i_d": 0.0}
 OUTER = {"olr": 0.5, "o_u": 0.05, "o_d": 0.0}
+AUTO = {"ilr": 0.01, "i_u": "auto", "olr": 0.02, "o_u": "auto"}
 BY_ROW = {"0.weight": torch.linspace(0.02, 0.2, 13).unsqueeze(1), "*": 0.1}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bi2clip": ("bi2clip", {**INNER, **OUTER}, {}),
@@ -39,6 +40,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "a sent preconditioner": ("adam2", {"ilr": 1e-3, "ieps": 1e-3, "olr": 0.01, "oeps": 1e-3}, {}),
     "projected": ("avg-sgd", {"ilr": 0.05}, {"projection": 2.0}),
     "one of two": ("avg-biclip", INNER, {"participants": 1}),
+    # chosen after 50 gradients: the last round steps with them
+    "automatic thresholds": ("bi2clip", {**INNER, **OUTER, **AUTO}, {"rounds": 10}),
+    "automatic norms": ("bi2clip-l2", {**INNER, **OUTER, **AUTO, "scope": "tensor"}, {"rounds": 10}),
 }
 
 
@@ -94,7 +98,7 @@ def main(rank: int, store: str, out: str) -> None:
     for case, (name, settings, more) in CASES.items():
         net, algo = sharded(), tailopt.algorithm(name, **settings)
         opt = tailopt.NestedOptimizer.from_algorithm(
-            net, algo, local_steps=STEPS, rounds=ROUNDS, mesh=mesh["node"], **more
+            net, algo, local_steps=STEPS, mesh=mesh["node"], **{"rounds": ROUNDS, **more}
         )
         found[case] = train(opt, net)
     for case, spoil in (("own loop", 0), ("one bad shard", 2)):
@@ -106,11 +110,11 @@ def main(rank: int, store: str, out: str) -> None:
         found[case] = train(opt, net, spoil)
     try:
         net = sharded()
-        tailopt.NestedOptimizer(tailopt.BiClip(net.parameters()), local_steps=STEPS, model=net)
+        tailopt.NestedOptimizer(tailopt.BiClip(net.parameters(), u=1.0), local_steps=STEPS, model=net)
     except ValueError as error:
         found["ranks as nodes"] = str(error)
     try:
-        tailopt.NestedOptimizer(tailopt.BiClip(net.parameters()), local_steps=STEPS, model=net, mesh=mesh)
+        tailopt.NestedOptimizer(tailopt.BiClip(net.parameters(), u=1.0), local_steps=STEPS, model=net, mesh=mesh)
     except ValueError as error:
         found["two dimensions"] = str(error)
     Path(f"{out}/{rank}.json").write_text(json.dumps(found))
@@ -143,10 +147,9 @@ def unsharded(name: str, settings: dict[str, Any], more: dict[str, Any]) -> tail
         loss=loss,
         batches=batches,
         nodes=NODES,
-        rounds=ROUNDS,
         local_steps=STEPS,
         progress=False,
-        **more,
+        **{"rounds": ROUNDS, **more},
     )
 
 
@@ -168,6 +171,13 @@ def test_equal_to_the_unsharded_simulation(case: str, trained: list[dict[str, An
         for row, other in zip(saw[case]["history"], expected.history, strict=True):
             assert row["participants"] == other["participants"]
             assert row["excluded"] == other["excluded"] == []
+            for level, numbers in other.get("thresholds", {}).items():
+                found = row["thresholds"][level]
+                assert (found is None) == (numbers is None)
+                for key in numbers or ():
+                    assert found[key] == pytest.approx(numbers[key], rel=1e-4)
+        if case.startswith("automatic"):
+            assert saw[case]["history"][-1]["thresholds"]["inner"] is not None
 
 
 def test_an_own_loop_is_the_same_algorithm(trained: list[dict[str, Any]]) -> None:

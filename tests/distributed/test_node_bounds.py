@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from typing import Any
@@ -16,7 +17,7 @@ import tailopt
 from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.header import Header, digest_of_bound
 from tailopt.distributed.interfaces import blocking
-from tailopt.distributed.node_bounds import CAP, Members, NodeBounds, agreed_bounds, cap, encoded, stated_bounds
+from tailopt.distributed.node_bounds import CAP, NodeBounds, RoundHeaders, agreed_bounds, cap, encoded, stated_bounds
 from tailopt.rounds.guard import Bound
 from tests.distributed import forked
 
@@ -83,7 +84,7 @@ def trained(
         for group in opt.param_groups:
             group["lr"] = lrs[rank]  # as a scheduler that follows the local loss may set it
         while not opt.finished:
-            source = torch.Generator().manual_seed(opt.taken + 100 * rank)
+            source = torch.Generator().manual_seed(opt.total_steps + 100 * rank)
             x = torch.randn(8, 5, generator=source)
             opt.zero_grad()
             (net(x).squeeze(-1) - x.sum(1)).square().mean().backward()
@@ -188,7 +189,7 @@ def scheduled(rank: int, algorithm: str, odd: float, other: int) -> dict[str, An
             net, tailopt.algorithm(algorithm, **settings), local_steps=2, schedules={"ilr": rate}, timeout=10.0
         )
         while opt.node.round < 6:
-            x = torch.randn(8, 5, generator=torch.Generator().manual_seed(opt.taken + 100 * rank))
+            x = torch.randn(8, 5, generator=torch.Generator().manual_seed(opt.total_steps + 100 * rank))
             opt.zero_grad()
             (net(x).squeeze(-1) - x.sum(1)).square().mean().backward()
             opt.step()
@@ -224,8 +225,8 @@ def bounds_at(node: int, lengths: list[float], diverged: tuple[int, ...]) -> Nod
     async def gather(mine: Tensor) -> Tensor:
         return torch.tensor([encoded(bound, 1) for bound in stated], dtype=mine.dtype)
 
-    members = Members(1, headers, range(len(lengths)), diverged)
-    return blocking(stated_bounds(members, stated[node], ["w"], gather))
+    round_headers = RoundHeaders(1, headers, range(len(lengths)), diverged)
+    return blocking(stated_bounds(round_headers, stated[node], ["w"], gather))
 
 
 def test_a_diverged_node_judges_by_what_the_others_state() -> None:
@@ -249,9 +250,18 @@ def test_steps_that_nobody_takes_are_not_worked_through(steps: int) -> None:
 
     digest = digest_of_bound(Bound("coordinate", 0.5, 0.0, 5))
     headers = [Header(1, 0, 4, steps=5, bound_digest=digest), Header(1, 1, 4, steps=steps, bound_digest=digest)]
-    members = Members(1, headers, range(2), most_steps=5)
-    blocking(agreed_bounds(members, expected, Bound("coordinate", 0.5, 0.0, 5), 1, gather))
+    round_headers = RoundHeaders(1, headers, range(2), most_steps=5)
+    blocking(agreed_bounds(round_headers, expected, Bound("coordinate", 0.5, 0.0, 5), 1, gather))
     assert asked == [5, 0]
+
+
+def test_an_unbounded_tensor_leaves_the_others_capped() -> None:
+    """Param groups may differ: nothing bounds one of them on any node, and one node states ten thousandfold for all."""
+    rows = {k: [1.0, *([math.inf, most] if k else [1e4, 1e4 * most]), 0.0, 0.0] for k, most in enumerate([1.0] * 3)}
+    capped, _ = cap(rows, {0: 2, 1: 2, 2: 2})
+    assert [bound.constant for bound in capped.values()] == [[1e4, CAP], [math.inf, 1.0], [math.inf, 1.0]]
+    nothing, _ = cap({0: encoded(Bound(None), 2), 1: encoded(Bound("coordinate", [math.inf] * 2), 2)}, {0: 1, 1: 1})
+    assert {bound.kind for bound in nothing.values()} == {None}
 
 
 @given(

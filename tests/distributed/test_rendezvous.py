@@ -80,6 +80,7 @@ def waits(rank: int) -> float:
 waits.connects_itself = True  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_exchanges_keep_torchs_own_limit(server: forked.Server) -> None:
     ends = server.run(f"{HERE}:waits", 2)
     assert [end.status for end in ends] == [0, 0], [end.said for end in ends]

@@ -29,6 +29,7 @@ def loop(
     built: str = "before",
     decay: float = 0.7,
     same_data: bool = False,
+    participants: int | None = None,
 ) -> list[str]:
     """A loop with a scheduler and a position in its data, which it may forget to restore."""
     torch.manual_seed(0)
@@ -46,8 +47,9 @@ def loop(
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        partial = {} if participants is None else {"participants": participants, "rounds": rounds}
         opt = tailopt.NestedOptimizer(
-            inner, local_steps=STEPS, model=net, timeout=10.0, run=run, resume=True, extra=extra
+            inner, local_steps=STEPS, model=net, timeout=10.0, run=run, resume=True, extra=extra, **partial
         )
         scheduler = scheduler or schedule(opt)
         if opt.resumed is not None:
@@ -100,6 +102,20 @@ def test_data_that_are_always_the_same_are_not(server: forked.Server, tmp_path: 
     assert resumed(server, tmp_path, restores_data=False, same_data=True) == []
 
 
+def test_a_node_that_sits_out_the_first_round_after_the_resume_is_warned_in_its_own(
+    server: forked.Server, tmp_path: Path
+) -> None:
+    """It has seen no batch then. Node 0 takes part in rounds 1, 2, 4 and 8, node 1 in the others."""
+    settings = {"run": str(tmp_path / "run"), "participants": 1}
+    begun = server.run(f"{HERE}:loop", 2, rounds=6, **settings)
+    assert [(end.status, end.value) for end in begun] == [(0, [])] * 2, [end.said for end in begun]
+    ends = server.run(f"{HERE}:loop", 2, rounds=9, restores_data=False, **settings)
+    assert [end.status for end in ends] == [0, 0], [end.said for end in ends]
+    for end, t in zip(ends, (8, 7), strict=True):
+        (said,) = end.value
+        assert said.startswith(f"The data start again: the first inputs after the resume (round {t}) are those of")
+
+
 # ---- what is looked at ----
 
 
@@ -118,6 +134,30 @@ def test_the_hook_looks_once_a_round_and_goes_after_two() -> None:
         net(torch.zeros(4, 3))  # gradients may be accumulated over several
         inputs.end(t)
     assert len(set(inputs.first)) == 2 and not net._forward_pre_hooks
+
+
+def test_rounds_of_other_nodes_are_passed_over() -> None:
+    """Nothing is seen in them, and the first batch after the resume is still to come."""
+    net, inputs = watched([], False)
+    for t in (1, 2):
+        inputs.begin()
+        net(torch.full((4, 3), float(t)))
+        inputs.end(t)
+    again, inputs = watched(inputs.first, True)
+    inputs.end(3)
+    inputs.begin()
+    again(torch.full((4, 3), 1.0))
+    with pytest.warns(UserWarning, match=r"the first inputs after the resume \(round 4\) are those of the first"):
+        inputs.end(4)
+    assert not again._forward_pre_hooks
+
+
+def test_a_round_whose_inputs_cannot_be_read_is_the_first_after_the_resume() -> None:
+    """A later batch may be that of the first round by right, where the data repeat."""
+    net, inputs = watched([1, 2], True)
+    inputs.begin()
+    inputs.end(3)
+    assert not net._forward_pre_hooks
 
 
 def test_equal_inputs_have_equal_digests_and_order_counts() -> None:

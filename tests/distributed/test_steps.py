@@ -100,7 +100,7 @@ def uneven(rank: int, agreed: bool) -> dict[str, Any]:
             opt = tailopt.NestedOptimizer(inner, **settings)
         for part in (3 if rank == 0 else 5, 3 if rank == 0 else 5, 6, 6):
             for _ in range(part):
-                x = torch.randn(8, 3, generator=torch.Generator().manual_seed(opt.taken + 50 * rank))
+                x = torch.randn(8, 3, generator=torch.Generator().manual_seed(opt.total_steps + 50 * rank))
                 opt.zero_grad()
                 (net(x).squeeze(-1) - x.sum(1)).square().mean().backward()
                 opt.step()
@@ -109,7 +109,7 @@ def uneven(rank: int, agreed: bool) -> dict[str, Any]:
         "digest": digest(net.state_dict()),
         "steps": [row["steps"] for row in opt.history],
         "excluded": [row["excluded"] for row in opt.history],
-        "taken": opt._records.steps_done,
+        "taken": opt._records.steps_before_round,
         "warned": [str(w.message) for w in caught],
     }
 
@@ -141,7 +141,7 @@ def restructured(rank: int, what: str, who: list[int]) -> None:
         tailopt.BiClip(groups, u=1.0, d=0.5), local_steps=2, model=net, rounds=6, timeout=10.0
     )
     while not opt.finished:
-        if opt.node.round == 1 and rank in who and opt.taken == 2:
+        if opt.node.round == 1 and rank in who and opt.total_steps == 2:
             if what == "frozen":
                 next(net.parameters()).requires_grad_(False)
             elif what == "group":

@@ -120,6 +120,10 @@ class Endless(IterableDataset[Any]):
         ({"participants": 0}, "Invalid participants: 0"),
         ({"participants": 1.0}, "Invalid participants: 1.0"),
         ({"sampling": "stratified"}, "Invalid sampling: 'stratified'; need one of 'uniform', 'proportional'"),
+        (
+            {"sampling": "proportional", "participation": lambda t, g: [0, 1], "weights": [1.0, 9.0, 5.0]},
+            "Invalid sampling: 'proportional' with a function as participation.* Use sampling=\"uniform\"",
+        ),
         ({"projection": -1}, "Invalid projection: -1; need a radius above 0"),
         ({"projection": 0.0}, "Invalid projection: 0.0"),
         ({"projection": "1"}, "Invalid projection: '1'"),
@@ -319,6 +323,27 @@ def test_nan_from_one_node(algorithm: tailopt.Algorithm, tmp_path: Path) -> None
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf")])
+@pytest.mark.parametrize("inner", ["biclip", "l2clip", "biclip-l2"])
+def test_an_infinity_from_one_node_where_nothing_is_clipped(inner: str, bad: float, engine: str) -> None:
+    """With i_u=inf a step is as long as its gradient, and the bound is infinite as well."""
+    thresholds = {"i_u": float("inf")} if inner == "l2clip" else {"i_u": float("inf"), "i_d": 0.0}
+    algorithm = tailopt.algorithm(f"avg-{inner}", ilr=0.1, **thresholds)
+
+    def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).mean()  # its gradient is the mean of the batch
+
+    def infinite(node: int, round: int, step: int, generator: torch.Generator) -> torch.Tensor:
+        batch = batches(node, round, step, generator)
+        return torch.full_like(batch, bad) if (node, round, step) == (1, 2, 1) else batch
+
+    with pytest.warns(UserWarning, match="Round 2 goes on without node 1: not finite in weight"):
+        result = simulate(algorithm=algorithm, loss=loss, batches=infinite, nodes=NODES, engine=engine)
+    assert all(p.isfinite().all() for p in result.model.parameters())
+    assert [[e["node"] for e in row["excluded"]] for row in result.history] == [[], [1], []]
+
+
 def test_a_kept_state_goes_back_where_its_node_is_left_out() -> None:
     diloco = tailopt.algorithm("diloco", ilr=0.1, olr=0.7, ieps=1e-8, momentum=0.9, weight_decay=0.1)
     with pytest.warns(UserWarning, match="Round 2 goes on without node 1"):
@@ -424,6 +449,25 @@ def test_modes_come_back(inplace: bool) -> None:
     result = simulate(model, inplace=inplace)
     assert not any(module.training for module in result.model.modules())
     assert all(module.training for module in simulate(model.train(), inplace=inplace).model.modules())
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_modes_come_back_where_the_folder_is_refused(engine: str, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)).eval()
+    before = state_of(model)
+
+    def refused(error: type[Exception], **more: Any) -> None:
+        with pytest.raises(error):
+            simulate(model, inplace=True, engine=engine, run=tmp_path / "run", **more)
+        assert not any(module.training for module in model.modules()) and state_of(model) == before
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").touch()
+    refused(FileExistsError)
+    (tmp_path / "run" / "notes.txt").unlink()
+    simulate(model, engine=engine, run=tmp_path / "run")
+    refused(ValueError, resume=True, seed=1)  # another run
+    refused(ValueError, resume=True, rounds=4, batches=lambda *place: 2 * batches(*place), nodes=NODES)  # other batches
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ import tailopt
 from tailopt.algorithms import ALGORITHMS
 from tailopt.engines.batches import FunctionBatches
 from tailopt.engines.configuration_rounds import ConfigurationBatch, Configurations, Replica
-from tailopt.engines.configurations import ConfigurationsResult, run_configurations, train_configurations
+from tailopt.engines.configurations import ConfigurationsResult, train_configurations
 from tailopt.engines.memory_plan import peak
 from tailopt.engines.routes import VmapRefused
 from tailopt.engines.shared_linear import folding_linear_layers
+from tailopt.engines.simulate import batch_source, node_weights
 from tailopt.rounds.policy import RoundPolicy
 from tests.engines.small_models import Case, case, nowhere, squares, vectors
 from tests.engines.test_vectorized import INNER, OUTER, Branching, algorithm, own, uneven
@@ -44,8 +46,31 @@ def arguments(given: Case, **more: Any) -> dict[str, Any]:
         options["local_steps"] = STEPS
     # unequal weights: lifted steps of equal size must not cancel
     if "weights" not in more:
-        options["weights"] = [1.0, 1.3, 1.7]
+        options["weights"] = [1.0, 1.37, 1.73]
     return options | more
+
+
+def run_configurations(
+    model: nn.Module, algorithms: list[tailopt.Algorithm], *, loss: Any, measure: Any = None, schedules: Any = None,
+    data: Any = None, batches: Any = None, nodes: int | None = None, batch_size: int | None = None, weights: Any = None,
+    engine: str = "auto", batch: int | None = None, memory_limit: int | None = None, route: str = "auto", **rounds: Any
+) -> ConfigurationsResult:  # fmt: skip
+    """Train configurations with one seed, given the arguments of `tailopt.simulate`."""
+    policy = RoundPolicy(inner_state=algorithms[0].inner_state if algorithms else "reset", **rounds)
+    source = batch_source(data, batches, nodes, batch_size, policy)
+    policy = replace(policy, nodes=source.nodes, weights=node_weights(weights, source))
+
+    def measured(t: int, weights: Any) -> dict[str, Tensor]:
+        return {key: v[None] for key, v in measure(t, {name: w[0] for name, w in weights.items()}).items()}
+
+    task = Configurations(
+        replicas=(Replica(model=model, batches=source, policy=policy),),
+        loss=loss,
+        schedules=schedules,
+        measure=measured if measure else None,
+        route=route,
+    )
+    return train_configurations(task, algorithms, engine, batch, memory_limit).replica(0)
 
 
 def compare(given: Case, algorithms: list[tailopt.Algorithm], atol: float = 1e-9, **more: Any) -> ConfigurationsResult:
@@ -138,15 +163,12 @@ def replica(given: Case, seed: int, **more: Any) -> Replica:
         for name, b in model.named_buffers():
             if name.endswith("running_mean"):
                 b.add_(seed)
-    policy = RoundPolicy(rounds=3, local_steps=STEPS, nodes=NODES, weights=(1.0, 1.3, 1.7), seed=seed, **more)
+    policy = RoundPolicy(rounds=3, local_steps=STEPS, nodes=NODES, weights=(1.0, 1.37, 1.73), seed=seed, **more)
     return Replica(model=model, batches=FunctionBatches(given.batches, NODES, STEPS, seed), policy=policy)
 
 
 def together(given: Case, *replicas: Replica) -> Configurations:
-    device = torch.device("cpu")
-    return Configurations(
-        replicas=replicas, loss=given.loss, schedules=None, device=device, precision=None, measure=None
-    )
+    return Configurations(replicas=replicas, loss=given.loss)
 
 
 @pytest.mark.parametrize("engine", ["vectorized", "sequential"])
@@ -201,6 +223,38 @@ def test_a_diverged_configuration_disturbs_nobody(name: str) -> None:
     assert all(bool(w.isfinite().all()) for w in with_it.weights.values())
     with pytest.raises(RuntimeError, match=f"Round {with_it.ended[1].round}: no displacement can be used"):
         tailopt.simulate(given.model, wild, progress=False, **options)
+
+
+@pytest.mark.parametrize(("name", "model"), [("adam-biclip", "linear"), ("diloco", "mlp")])
+def test_those_that_a_judge_ends_disturb_nobody(name: str, model: str) -> None:
+    given, seen = case(model), []
+    algorithms = settings(name, 5)
+    options = {k: v for k, v in arguments(given).items() if k not in ("loss", "batches", "nodes", "weights")}
+    policy = RoundPolicy(inner_state=algorithms[0].inner_state, nodes=NODES, weights=(1.0, 1.3, 1.7), **options)
+    one = Replica(model=given.model, batches=batch_source(None, given.batches, NODES, None, policy), policy=policy)
+
+    def measure(t: int, state: Any) -> dict[str, Tensor]:
+        seen.append((t, sorted(state)))
+        return {"number": next(iter(state.values())).flatten(2).sum(2)}
+
+    def judge(t: int, losses: Tensor, measured: Any) -> dict[int, str]:
+        assert losses.shape == measured["number"].shape == (1, {1: 5, 2: 5, 3: 3, 4: 3, 5: 3}[t])
+        return {1: "second", 4: "last"} if t == 2 else {}
+
+    task = Configurations(replicas=(one,), loss=given.loss)
+    whole = train_configurations(task, algorithms).replica(0)
+    judged = replace(task, measure=measure, judge=judge)
+    found = train_configurations(judged, algorithms).replica(0)
+    assert found.ended == {1: (2, "second"), 4: (2, "last")}
+    staying = [0, 2, 3]
+    for name, w in whole.weights.items():
+        torch.testing.assert_close(found.weights[name][staying], w[staying], rtol=0, atol=1e-12)
+    for name, b in whole.buffers.items():
+        torch.testing.assert_close(found.buffers[name][staying], b[staying], rtol=0, atol=1e-12)
+    assert found.losses[[1, 4], 2:].isnan().all() and found.losses[:, :2].isfinite().all()
+    assert seen[0][1] == sorted({*whole.weights, *whole.buffers})
+    with pytest.raises(ValueError, match="none has neighbours to be judged with"):
+        train_configurations(judged, algorithms, engine="sequential")
 
 
 def test_all_may_diverge() -> None:
@@ -341,6 +395,14 @@ def test_folded_linear_layers(shape: tuple[int, ...], bias: bool) -> None:
         (
             [tailopt.algorithm("avg-adam", ilr=0.1, ieps=1e-8, inner_betas=(0.9, b)) for b in (0.99, 0.999)],
             "they differ in betas",
+        ),
+        (
+            [tailopt.algorithm("avg-biclip", ilr=0.1, i_u=1.0, i_d=0.0, inner_momentum=m) for m in (0.5, 0.9)],
+            "number 1 has inner_momentum=0.9 and the first 0.5",
+        ),
+        (
+            [tailopt.algorithm("biclip-sgd", ilr=0.1, olr=1.0, o_u=1.0, o_d=0.0, momentum=m) for m in (0.0, 0.9)],
+            "number 1 has momentum=0.9 and the first 0.0",
         ),
     ],
 )

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -244,10 +244,14 @@ def test_stopped_again_and_again(case: str, whole: Whole, tmp_path: Path) -> Non
 # Ctrl-C comes between any two lines: also in the middle of a save, of the outer step, of a line of the history.
 
 
-def interrupted(place: int, run: Callable[[], Any]) -> int:
+def in_rooms(code: CodeType) -> bool:
+    rooms = tuple(str(ROOT / "src" / "tailopt" / room) for room in ("engines", "rounds", "records"))
+    return code.co_filename.startswith(rooms)
+
+
+def interrupted(place: int, run: Callable[[], Any], counts: Callable[[CodeType], bool] = in_rooms) -> int:
     """Raise KeyboardInterrupt at the place-th line that is run in the loop, the round or the records."""
     count = itertools.count()
-    rooms = tuple(str(ROOT / "src" / "tailopt" / room) for room in ("engines", "rounds", "records"))
 
     def line(frame: FrameType, event: str, _: Any) -> Any:
         if event == "line" and next(count) == place:
@@ -256,7 +260,7 @@ def interrupted(place: int, run: Callable[[], Any]) -> int:
         return line
 
     def call(frame: FrameType, event: str, _: Any) -> Any:
-        return line if frame.f_code.co_filename.startswith(rooms) else None
+        return line if counts(frame.f_code) else None
 
     before = sys.gettrace()
     sys.settrace(call)
@@ -280,6 +284,36 @@ def test_interrupted_between_any_two_lines(case: str, whole: Whole, tmp_path: Pa
             warnings.filterwarnings("ignore", message="The run has 5 rounds already")
             assert bits(simulate(case, folder, resume=True)) == result, place
         assert digests(folder) == files, place
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("case", ["adam-biclip", "diloco"])
+def test_a_model_changed_in_place_is_left_at_the_end_of_a_round(case: str, engine: str) -> None:
+    """Also where an outer step is interrupted, when some weights, buffers and states have moved and others have not."""
+
+    def finishes(code: CodeType) -> bool:
+        return code.co_filename.endswith("rounds/round.py") and code.co_name in (
+            "finish_round",
+            "outer_step",
+            "project",
+        )
+
+    def run(model: torch.nn.Module, ends: list[str]) -> None:
+        def evaluate(model: torch.nn.Module) -> dict[str, float]:
+            ends.append(checkpoints.digest(dict(model.state_dict())))
+            return {}
+
+        given = settings(case) | {"rounds": 2, "evaluate": evaluate, "engine": engine, "inplace": True}
+        tailopt.simulate(model, loss=squares, **given)
+
+    lines = interrupted(-1, partial(run, Net(), []), finishes)
+    assert lines > 20
+    for place in range(lines):
+        model = Net()
+        ends = [checkpoints.digest(dict(model.state_dict()))]
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(place, partial(run, model, ends), finishes)
+        assert checkpoints.digest(dict(model.state_dict())) == ends[-1], place
 
 
 # Real processes

@@ -138,8 +138,9 @@ def test_a_step_needs_no_memory() -> None:
                 return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
         for opt in (
-            BiClip(params), BiClip(params, statistics=True), BiClip(params, nonfinite="skip", dead_zone="auto"),
-            L2Clip(params, u=0.5), L2Clip(params, u=0.5, scope="tensor"), BiClip(params, foreach=True),
+            BiClip(params), BiClip(params, u=1.0, statistics=True),
+            BiClip(params, u=1.0, nonfinite="skip", dead_zone="auto"), L2Clip(params, u=0.5),
+            L2Clip(params, u=0.5, scope="tensor"), BiClip(params, u=1.0, foreach=True),
         ):
             before = peak()
             for _ in range(2):

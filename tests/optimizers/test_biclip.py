@@ -739,15 +739,16 @@ def test_a_tiny_gradient_moves_a_parameter_by_lr_d() -> None:
 
 
 @every_implementation
-def test_the_defaults_train_a_small_model(impl: str) -> None:
+@pytest.mark.parametrize("settings", [{}, {"lr": 3e-3}, {"u": 1.0}], ids=str)
+def test_the_defaults_train_a_small_model(settings: dict[str, float], impl: str) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         x = torch.randn(128, 8)
         y = x @ torch.randn(8, 1) + 0.1 * torch.randn(128, 1)
         model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
-    opt = BiClip(model.parameters(), **IMPLEMENTATIONS[impl])
+    opt = BiClip(model.parameters(), **settings, **IMPLEMENTATIONS[impl])
     losses = []
-    for _ in range(200):
+    for _ in range(400):
         opt.zero_grad()
         loss = (model(x) - y).square().mean()
         loss.backward()

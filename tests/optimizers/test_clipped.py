@@ -288,7 +288,7 @@ BAD: dict[str, dict[str, Any]] = {
     "u=True; need a number or a tensor": {"u": True, "d": 0.0},
     "u='1'; need a number or a tensor": {"u": "1", "d": 0.0},
     "d=[0.1, 0.2]; need a number or a tensor with 0 <= d <= u.": {"u": 1.0, "d": [0.1, 0.2]},
-    'u="auto" is not available yet; need a number or a tensor.': {"u": "auto", "d": 0.0},
+    "d=0.1 with u='auto'; need d='auto' or d=0": {"u": "auto", "d": 0.1},
 }
 
 

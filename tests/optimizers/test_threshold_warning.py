@@ -62,9 +62,9 @@ def one(gradient: float, weight: float = 1.0, n: int = 2000) -> nn.Parameter:
 # ---- what the warning is for ----
 
 
-def test_the_defaults_with_the_learning_rate_of_adamw_warn_once_in_the_first_step() -> None:
+def test_large_thresholds_with_the_learning_rate_of_adamw_warn_once_in_the_first_step() -> None:
     model, loss = language()
-    opt = BiClip(model.named_parameters(), lr=1e-4)
+    opt = BiClip(model.named_parameters(), lr=1e-4, u=1.0)
     losses: list[float] = []
     (warning,) = told(lambda: losses.extend(train(opt, loss, 120)))
     assert losses[0] - losses[-1] < 0.01 * losses[0], "it is true: nothing is learned"
@@ -219,7 +219,7 @@ def test_the_statistics_and_the_weights_keep_their_bits(monkeypatch: pytest.Monk
     found = []
     for looking in (True, False):
         model, loss = language()
-        opt = BiClip(model.named_parameters(), lr=1e-4, statistics="complete")
+        opt = BiClip(model.named_parameters(), lr=1e-4, u=1.0, statistics="complete")
         if not looking:
             monkeypatch.setattr(opt._threshold_check, "due", lambda: False)
         told(lambda opt=opt, loss=loss: train(opt, loss, 12))

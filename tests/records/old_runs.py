@@ -91,7 +91,7 @@ def one_node(rank: int, out: str, run: str, stop: int | None, settings: dict[str
             given = {"rounds": ROUNDS, "timeout": 20.0, **settings}
             opt = tailopt.NestedOptimizer.from_algorithm(model, algorithm(), local_steps=STEPS, run=run, **given)
             while not opt.finished:
-                t, step = opt.node.round + 1, opt.taken % STEPS
+                t, step = opt.node.round + 1, opt.total_steps % STEPS
                 if (t, step) == (stop, 1):
                     opt.checkpoint()
                     os._exit(3)

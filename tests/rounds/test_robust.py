@@ -312,11 +312,11 @@ def test_median_norm_excludes_by_name() -> None:
     """Like the guard: no weight, no loss, no inner state; but its samplers move on."""
     result = mean_of(fresh(), reused([1.0, 2.0, -1e6, 2.0]), equal(4), aggregate=Aggregate("median-norm"))
     (found,) = result.settlement.excluded
-    assert (found.node, found.tensor, found.reason) == (2, "all tensors", "far above the median norm")
+    assert (found.node, found.subject, found.reason) == (2, "all tensors", "far above the median norm")
     assert found.value == pytest.approx(1e6 * math.sqrt(3)) and found.bound == pytest.approx(6 * math.sqrt(3))
     assert str(found) == "node 2: far above the median norm in all tensors (1.73e+06, up to 10.4 counts)"
     assert result.settlement.weights == dict.fromkeys((0, 1, 3), 1 / 3)
-    assert result.settlement.losses.keys() == result.kept.inner_states.keys() == {0, 1, 3}
+    assert result.settlement.losses.keys() == result.node_states.inner_states.keys() == {0, 1, 3}
     assert result.statistics == [0, 1, 3]
     assert result.settlement.steps.keys() == {0, 1, 2, 3}
 

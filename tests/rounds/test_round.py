@@ -115,7 +115,7 @@ def test_a_node_that_is_not_finite_is_skipped(bad: float) -> None:
     found = mean_of(state([torch.zeros(7)]), sent, who([0.2, 0.4, 0.4]))
     torch.testing.assert_close(found.delta[0], (good[0] + 2 * good[1]) / 3)
     (lost,) = found.settlement.excluded
-    assert (lost.node, lost.tensor, lost.reason, lost.bound) == (1, "w0", "not finite", None)
+    assert (lost.node, lost.subject, lost.reason, lost.bound) == (1, "w0", "not finite", None)
     assert math.isnan(lost.value) if math.isnan(bad) else lost.value == bad
     assert set(found.settlement.losses) == {0, 2}
     assert found.settlement.loss == pytest.approx((1.0 + 2 * 4.0) / 3)
@@ -170,7 +170,11 @@ def test_the_report_has_what_the_nodes_keep() -> None:
     ]
     result = mean_of(state([torch.zeros(1)]), sent, who([0.5, 0.5]))
     assert result.settlement.steps == {0: 3, 1: 4}
-    assert (result.kept.inner_states, result.statistics, result.settlement.weights) == ({0: kept}, ["s"], {0: 1.0})
+    assert (result.node_states.inner_states, result.statistics, result.settlement.weights) == (
+        {0: kept},
+        ["s"],
+        {0: 1.0},
+    )
 
 
 # The outer step, projection, the average
@@ -302,7 +306,7 @@ def test_a_buffer_that_becomes_infinite_excludes(bad: Tensor) -> None:
     good = torch.ones(2, dtype=bad.dtype)
     sent = [contribution(i, [torch.zeros(1)], buffers={"running": b}) for i, b in enumerate((bad, good))]
     found = mean_of(now, sent, who([0.5, 0.5]))
-    assert [(e.node, e.tensor, e.reason) for e in found.settlement.excluded] == [(0, "running", "not finite")]
+    assert [(e.node, e.subject, e.reason) for e in found.settlement.excluded] == [(0, "running", "not finite")]
     assert torch.equal(found.buffers["running"], good)
 
 

@@ -623,20 +623,20 @@ def test_adam_never_moves_beyond_its_step_bound(beta1: float, beta2: float, size
     for size in sizes:
         before = x.clone()
         rule.step([x], [torch.tensor([2.0**size], dtype=torch.float64)], [state], numbers)
-        assert float((x - before).abs()) <= bound.length * (1 + 1e-9) + 1e-12
+        assert float((x - before).abs()) <= bound.limit * (1 + 1e-9) + 1e-12
 
 
 def test_adams_step_bound_is_nearly_reached() -> None:
     """Gradients that grow by beta2 / beta1: the worst sequence comes to within 1 % of 7.27 lr."""
     rule, (beta1, beta2) = INNER["adam"], (0.9, 0.999)
     bound = rule.step_bound({"lr": 1.0, "betas": (beta1, beta2), "bias_correction": False})
-    assert bound is not None and round(bound.length, 2) == 7.27
+    assert bound is not None and round(bound.limit, 2) == 7.27
     x, state = torch.zeros(1, dtype=torch.float64), State()
     for k in range(60):
         before = x.clone()
         g = torch.tensor([(beta1 / beta2) ** (59 - k)], dtype=torch.float64)
         rule.step([x], [g], [state], {"lr": 1.0, "eps": 0.0, "betas": (beta1, beta2), "bias_correction": False})
-    assert 0.99 * bound.length < float((before - x).abs()) <= bound.length
+    assert 0.99 * bound.limit < float((before - x).abs()) <= bound.limit
 
 
 def test_rmsprops_step_bound_is_its_first_step() -> None:
@@ -645,4 +645,4 @@ def test_rmsprops_step_bound_is_its_first_step() -> None:
     bound, x = OUTER["rmsprop"].step_bound(numbers), torch.zeros(2, dtype=torch.float64)
     OUTER["rmsprop"].step([x], [torch.tensor([5.0, -1e-3], dtype=torch.float64)], [State()], numbers)
     assert bound is not None and bound.kind == "coordinate"
-    assert x.tolist() == pytest.approx([-bound.length, bound.length])
+    assert x.tolist() == pytest.approx([-bound.limit, bound.limit])

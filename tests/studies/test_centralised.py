@@ -107,10 +107,10 @@ def test_the_study_runs_both_tasks_and_goes_on_with_what_is_there(tmp_path: Path
     ):
         assert text in page, text
     assert (tmp_path / "centralised.png").stat().st_size > 10_000
-    before = {path: path.read_bytes() for path in tmp_path.rglob("cells.jsonl")}
-    assert [len(lines.splitlines()) for lines in before.values()] == [6, 6]
+    before = {path: path.read_bytes() for path in tmp_path.rglob("trials.jsonl")}
+    assert len(before) == 6 and all(len(lines.splitlines()) == 3 for lines in before.values())
     assert run(tmp_path, data, llama) == found
-    assert {path: path.read_bytes() for path in tmp_path.rglob("cells.jsonl")} == before
+    assert {path: path.read_bytes() for path in tmp_path.rglob("trials.jsonl")} == before
 
 
 @pytest.mark.usefixtures("tiny")
@@ -131,10 +131,11 @@ def test_a_quick_study_judges_nothing(tmp_path: Path, data: Path) -> None:
 
 def part(biclip: list[list[float]], adam: list[list[float]]) -> centralised.TaskResults:
     def cell(name: str, curves: list[list[float]]) -> AlgorithmResult:
-        runs = [SeedRun(0, {"accuracy": c[-1]}, [{"accuracy": v} for v in c], [], 0.0) for c in curves]
-        return AlgorithmResult("CIFAR-100", name, {}, [], tuple(runs))
+        runs = [SeedRun(i, {"accuracy": c[-1]}, [{"accuracy": v} for v in c], []) for i, c in enumerate(curves)]
+        return AlgorithmResult("CIFAR-100", name, {}, tuple(runs))
 
-    plan = ComparisonPlan({"CIFAR-100": TaskSpec("cifar100")}, ("avg-biclip", "avg-adam"))
+    seeds = tuple(range(max(len(biclip), len(adam))))
+    plan = ComparisonPlan({"CIFAR-100": TaskSpec("cifar100")}, ("avg-biclip", "avg-adam"), seeds=seeds)
     results = Comparison(plan, {}, (cell("avg-biclip", biclip), cell("avg-adam", adam)))
     return centralised.TaskResults("cifar100", results, {"accuracy": 1.0})
 
@@ -142,10 +143,11 @@ def part(biclip: list[list[float]], adam: list[list[float]]) -> centralised.Task
 @pytest.mark.parametrize(
     ("biclip", "adam", "verdict"),
     [
-        ([[10, 20], [11, 21]], [[9, 19], [8, 18]], "holds"),
-        ([[10, 20], [10, 20]], [[10, 21], [10, 20]], "holds"),  # less apart than Adam's seeds
-        ([[10, 15], [10, 15]], [[10, 20], [10, 21]], "does not hold"),  # ends lower
-        ([[2, 20], [2, 20]], [[18, 20], [18, 20]], "does not hold"),  # as high, and slower
+        ([[10, 20 + 0.1 * s] for s in range(5)], [[9, 19 + 0.1 * s] for s in range(5)], "holds"),
+        ([[10, 19.7 + 0.1 * s] for s in range(5)], [[10, 20 + 0.1 * s] for s in range(5)], "holds"),  # within a point
+        ([[10, 15 + 0.1 * s] for s in range(5)], [[10, 20 + 0.1 * s] for s in range(5)], "does not hold"),  # ends lower
+        ([[1, 2, 20]] * 5, [[1, 18, 20]] * 5, "does not hold"),  # as high, and slower
+        ([[10, 19 + 0.5 * s] for s in range(5)], [[10, 22 - 0.5 * s] for s in range(5)], "cannot tell"),
         ([[10, 20]], [[9, 19]], "cannot tell"),  # one seed
         ([], [[9, 19], [8, 18]], "does not hold"),  # BiClip broke down
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,12 @@ def test_results_are_written_with_their_page(tmp_path: Path) -> None:
         "outcome": {"losses": [0.5]},
         "cells": [1, 2],
     }
-    assert (tmp_path / "out" / "table.md").read_text() == "| a |\n"
+    page = (tmp_path / "out" / "table.md").read_text()
+    assert re.fullmatch(
+        r"\| a \|\n\nMeasured( at commit [0-9a-f]{7}(\+changes)?)?: tailopt .*, torch .* threads\.\n", page
+    )
+    write_results(tmp_path / "out", {}, "| a |\n", "tailopt study glue --quick")
+    assert " by `tailopt study glue --quick`: tailopt " in (tmp_path / "out" / "table.md").read_text()
 
 
 def test_a_digest_depends_on_every_value() -> None:

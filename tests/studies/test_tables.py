@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from tailopt.studies.convex_cells import SPACE
+from tailopt.studies.search_spaces import SPACES
 from tailopt.studies.tables import (
     markdown_table,
     mean_and_deviation,
@@ -44,9 +44,10 @@ def test_the_last_alignment_counts_for_all_that_follow() -> None:
 
 
 def test_ranges_are_those_of_the_rules_in_use() -> None:
-    lines = ranges_lines(SPACE, ["avg-sgd"])
+    space = SPACES["regression"]
+    lines = ranges_lines(space, ["avg-sgd"])
     assert lines == ["- inner sgd: ilr 0.001 to 0.3"]
-    assert len(ranges_lines(SPACE)) == sum(bool(r) for r in (*SPACE.inner.values(), *SPACE.outer.values()))
+    assert len(ranges_lines(space)) == sum(bool(r) for r in (*space.inner.values(), *space.outer.values()))
 
 
 def test_settings_in_a_line_and_means_by_seed() -> None:

@@ -88,9 +88,10 @@ def test_the_study_runs_and_goes_on(
     found = json.loads((out / "results.json").read_text(encoding="utf-8"))
     assert len(found["cells"]) == 6
     assert all(math.isfinite(run["metrics"]["loss"]) for cell in found["cells"] for run in cell["runs"])
-    before = (out / "cells.jsonl").read_bytes()
+    before = {path: path.read_bytes() for path in out.glob("sweeps/*/trials.jsonl")}
+    assert len(before) == 6
     translation.run(out, StudyOptions(quick=True, progress=False, **settings))
-    assert (out / "cells.jsonl").read_bytes() == before
+    assert {path: path.read_bytes() for path in out.glob("sweeps/*/trials.jsonl")} == before
 
 
 def outcome(scores: dict[str, list[float]]) -> str:
@@ -98,8 +99,8 @@ def outcome(scores: dict[str, list[float]]) -> str:
     cells = []
     for name, numbers in scores.items():
         metrics = [{"bleu": score, "meteor": score + 20, "loss": 1.0} for score in numbers]
-        runs = tuple(SeedRun(seed, found, [found], [], 0.0) for seed, found in enumerate(metrics))
-        cells.append(AlgorithmResult("TED (en-de)", name, {}, [], runs))
+        runs = tuple(SeedRun(seed, found, [found], []) for seed, found in enumerate(metrics))
+        cells.append(AlgorithmResult("TED (en-de)", name, {}, runs))
     seeds = tuple(range(len(next(iter(scores.values())))))
     columns = {"TED (en-de)": TaskSpec("translation/ted-en-de")}
     plan = ComparisonPlan(columns, tuple(scores), seeds=seeds)
@@ -109,13 +110,18 @@ def outcome(scores: dict[str, list[float]]) -> str:
 
 
 def test_claim_9_needs_a_difference_beyond_the_seeds() -> None:
-    others = {"avg-sgd": [26.0, 26.2], "avg-l2clip": [27.0, 27.2], "adam2": [27.0, 27.4]}
+    spread = (0.2, 0.0, -0.2, 0.1, -0.1)
+
+    def by(level: float) -> list[float]:
+        return [level + s for s in spread]
+
+    others = {"avg-sgd": by(26.0), "avg-l2clip": by(27.0), "adam2": by(27.2)}
     assert {*others, "bi2clip"} == {*ALGORITHMS}
-    assert outcome({**others, "bi2clip": [29.0, 29.2]}) == "holds"
-    assert outcome({**others, "bi2clip": [25.0, 25.2]}) == "does not hold"
-    assert outcome({**others, "bi2clip": [27.2, 27.4]}) == "cannot tell"
-    assert outcome({"avg-sgd": [1.0, 1.0], "bi2clip": [9.0, 9.0]}) == "cannot tell"  # two of the four are missing
+    assert outcome({**others, "bi2clip": by(29.0)}) == "holds"
+    assert outcome({**others, "bi2clip": by(25.0)}) == "does not hold"
+    assert outcome({**others, "bi2clip": [27.25 - s for s in spread]}) == "cannot tell"
+    assert outcome({"avg-sgd": by(1.0), "bi2clip": by(9.0)}) == "cannot tell"  # two of the four are missing
     assert outcome({name: [1.0 + i] for i, name in enumerate(ALGORITHMS)}) == "cannot tell"  # one seed
-    assert outcome({**others, "bi2clip": [math.nan, 29.0]}) == "cannot tell"  # a run broke down
-    nothing = {name: [0.1 * i, 0.1 * i] for i, name in enumerate(ALGORITHMS)}
+    assert outcome({**others, "bi2clip": [math.nan, *by(29.0)[1:]]}) == "does not hold"  # it broke down, they did not
+    nothing = {name: [0.1 * i] * 5 for i, name in enumerate(ALGORITHMS)}
     assert outcome(nothing) == "cannot tell"  # BLEU below 1: such numbers are no translations

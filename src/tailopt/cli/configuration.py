@@ -77,9 +77,20 @@ class Configuration:
 
 def resolve(tables: Tables) -> Configuration:
     """Fill in the defaults of the task and the paper; raises for a configuration that cannot run."""
+    task_table, settings = resolve_task_and_run(tables)
+    algorithm_table = _resolve_algorithm(tables["algorithm"])
+    configuration = Configuration(task_table, algorithm_table, settings, dict(tables["schedules"]))
+    configuration.build_algorithm()
+    with warnings.catch_warnings():  # a broken condition of a theorem warns once, when the schedules are used
+        warnings.simplefilter("ignore")
+        configuration.build_schedules()
+    return configuration
+
+
+def resolve_task_and_run(tables: Tables) -> tuple[dict[str, Any], RunSettings]:
+    """Return the sections [task] and [run] with the defaults of the task."""
     task_table = _resolve_task(tables["task"])
     defaults = _build_task(task_table).defaults
-    algorithm_table = _resolve_algorithm(tables["algorithm"])
     run_table = tables["run"]
     task_defaults: dict[str, Any] = {
         "rounds": defaults.rounds,
@@ -92,13 +103,7 @@ def resolve(tables: Tables) -> Configuration:
         task_defaults |= {"local_steps": defaults.local_steps, "local_epochs": defaults.local_epochs}
     if "participants" not in run_table and "participation" not in run_table:
         task_defaults["participants"] = defaults.participants
-    settings = RunSettings(**{**task_defaults, **run_table})
-    configuration = Configuration(task_table, algorithm_table, settings, dict(tables["schedules"]))
-    configuration.build_algorithm()
-    with warnings.catch_warnings():  # a broken condition of a theorem warns once, when the schedules are used
-        warnings.simplefilter("ignore")
-        configuration.build_schedules()
-    return configuration
+    return task_table, RunSettings(**{**task_defaults, **run_table})
 
 
 def _resolve_task(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def settings(name: str) -> tuple[list[str], list[str]]:
 
     Examples:
         >>> settings("avg-biclip")
-        (['ilr', 'i_u', 'i_d'], ['dead_zone', 'inner_momentum', 'weight_decay'])
+        (['ilr', 'i_u', 'i_d'], ['dead_zone', 'inner_momentum', 'scale', 'weight_decay'])
     """
     outer, inner = ALGORITHMS[name]
     need: list[str] = []

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from tailopt.cli import compare, list, resume, run, study, train, verify
+from tailopt.cli import compare, list, resume, run, study, sweep, train, verify
 from tailopt.cli.overrides import Overrides, split_arguments
 from tailopt.cli.run_settings import RunSettings
 
@@ -25,9 +25,12 @@ COMMANDS = {
     "compare": compare,
     "list": list,
     "study": study,
+    "sweep": sweep,
     "train": train,
     "verify": verify,
 }
+# Commands that take settings of tasks and algorithms, with the options of their own.
+OWN_OPTIONS = {"run": run.OPTIONS, "sweep": sweep.OPTIONS, "train": train.OPTIONS}
 EXAMPLE = run.EXAMPLE.splitlines()[0]
 # Errors that a user can fix. Any other exception is a bug of this library and shows its traceback.
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError)
@@ -69,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         name = f"tailopt {arguments[0]}" if arguments and arguments[0] in COMMANDS else "tailopt"
         message = " ".join(str(error).split()) or type(error).__name__
-        # Only these two commands take the library's keyword arguments as options.
-        print(f"{name}: {in_shell(message) if name.endswith(('run', 'train')) else message}", file=sys.stderr)
+        # Only these commands take the library's keyword arguments as options.
+        print(f"{name}: {in_shell(message) if name.endswith(tuple(OWN_OPTIONS)) else message}", file=sys.stderr)
         return 2
 
 
@@ -99,10 +102,10 @@ def in_shell(message: str) -> str:
 def _run_command(arguments: Sequence[str]) -> int:
     parser = _parser()
     overrides: Overrides = []
-    if arguments and arguments[0] in ("run", "train"):
+    if arguments and arguments[0] in OWN_OPTIONS:
         name, *rest = arguments
         # argparse cannot declare settings: which ones exist depends on the task and the algorithm.
-        own_arguments, overrides = split_arguments(rest, train.OPTIONS if name == "train" else run.OPTIONS)
+        own_arguments, overrides = split_arguments(rest, OWN_OPTIONS[name])
         arguments = [name, *own_arguments]
     parsed = parser.parse_args(arguments)
     if not hasattr(parsed, "command"):

@@ -23,8 +23,8 @@ from tailopt.rules.table import INNER, OUTER
 from tailopt.tasks.table import TASKS, task
 
 SECTIONS = ("task", "algorithm", "run", "schedules")
-# Options of the command line that are short for a setting of another name.
-SHORT = {"task": "task.name", "algorithm": "algorithm.name", "model": "task.pretrained"}
+# Options of the command line that are short for a setting of another name, or of two sections.
+SHORT = {"task": "task.name", "algorithm": "algorithm.name", "model": "task.pretrained", "scale": "task.scale"}
 # Options of `tailopt run` that are no settings; listed here so that a misspelled one gets a suggestion.
 EXTRA_OPTIONS = ("out", "quiet", "traceback", "help")
 
@@ -70,7 +70,7 @@ def algorithm_settings(name: Any) -> set[str]:
 
     Examples:
         >>> sorted(algorithm_settings("avg-biclip"))
-        ['dead_zone', 'i_d', 'i_u', 'ilr', 'inner_momentum', 'inner_state', 'weight_decay']
+        ['dead_zone', 'i_d', 'i_u', 'ilr', 'inner_momentum', 'inner_state', 'scale', 'weight_decay']
     """
     lowered = str(name).strip().lower()
     pairs = {f"{outer}-{inner}": (outer, inner) for outer in OUTER for inner in INNER} | {**ALGORITHMS}

@@ -19,6 +19,7 @@ _TYPE_WORDS = {int: "a whole number", float: "a number", str: "a word", bool: "t
 # Settings of an algorithm that are not plain numbers.
 _ALGORITHM_TYPES: Mapping[str, tuple[type, ...]] = {
     "scope": (str,),
+    "scale": (str,),
     "inner_state": (str,),
     "send_preconditioner": (bool, str),
     "bias_correction": (bool,),
@@ -89,7 +90,7 @@ def check_algorithm_value(key: str, value: Any) -> None:
         valid = isinstance(value, list | tuple) and all(isinstance(entry, int | float) for entry in value)
     else:
         per_tensor = key.endswith(("_u", "_d")) and isinstance(value, Mapping)
-        valid = number or per_tensor or (key == "dead_zone" and value == "auto")
+        valid = number or per_tensor or (key.endswith(("_u", "_d", "dead_zone")) and value == "auto")
     if not valid:
         need = "a word" if key in _ALGORITHM_TYPES else "a number"
         if key in _NUMBER_PAIRS:

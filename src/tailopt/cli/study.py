@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -99,4 +100,20 @@ def options_of(study: Study, arguments: argparse.Namespace) -> StudyOptions:
             raise ValueError(f"Unknown option: --{name}; the study {arguments.name} has {takes}.")
     counts = ("nodes", "seeds", "budget")
     options: dict[str, Any] = {name: parse_value(text) if name in counts else text for name, text in texts.items()}
-    return StudyOptions(quick=arguments.quick, progress=not arguments.quiet, **options)
+    command = command_text(arguments.name, {**texts, **({"quick": None} if arguments.quick else {})})
+    return StudyOptions(quick=arguments.quick, progress=not arguments.quiet, command=command, **options)
+
+
+def command_text(name: str, options: Mapping[str, str | None]) -> str:
+    """The command that runs a study, for its report: of a path only the last part, which says what it is.
+
+    Examples:
+        >>> command_text("glue", {"task": "MRPC", "seeds": "3", "quick": None})
+        'tailopt study glue --task MRPC --seeds 3 --quick'
+    """
+    words = ["tailopt", "study", name]
+    for option, text in options.items():
+        words.append(f"--{option}")
+        if text is not None:
+            words.append(Path(text).name if Path(text).is_absolute() else text)
+    return shlex.join(words)

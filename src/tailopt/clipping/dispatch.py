@@ -25,7 +25,7 @@ from tailopt.clipping.kernels import c, chunked, foreach, rows, single
 from tailopt.clipping.kernels.kernel import Kernel, StepGroup, has_dimensions, is_scalar
 from tailopt.clipping.memory import check_memory
 from tailopt.clipping.momentum import advance
-from tailopt.clipping.reference import Step
+from tailopt.clipping.reference import StepNumbers
 from tailopt.clipping.step_cache import StepCache
 from tailopt.native import library
 
@@ -50,7 +50,7 @@ class Choice:
     why: str
 
 
-def which(p: Tensor, g: Tensor, step: Step, kernel: str | None = None) -> Choice:
+def which(p: Tensor, g: Tensor, step: StepNumbers, kernel: str | None = None) -> Choice:
     """The kernel that a parameter and its gradient get, and why.
 
     kernel: the one to take if it can; by default the fastest.
@@ -58,7 +58,7 @@ def which(p: Tensor, g: Tensor, step: Step, kernel: str | None = None) -> Choice
     Examples:
         >>> from tailopt.clipping.reference import ClipByValue
         >>> p, g = torch.zeros(3), torch.ones(3)
-        >>> which(p, g, Step(ClipByValue(1.0, 0.0), lr=0.1), kernel="foreach").kernel.name
+        >>> which(p, g, StepNumbers(ClipByValue(1.0, 0.0), lr=0.1), kernel="foreach").kernel.name
         'foreach'
     """
     order = (kernel,) if kernel else ("foreach",) if p.device.type != "cpu" else ("c", "rows", "chunked")
@@ -74,7 +74,7 @@ def which(p: Tensor, g: Tensor, step: Step, kernel: str | None = None) -> Choice
 
 
 def update(
-    batches: Sequence[StepGroup],
+    groups: Sequence[StepGroup],
     kernel: str | None = None,
     cache: StepCache | None = None,
     recorder: StatisticsRecorder | None = None,
@@ -82,32 +82,32 @@ def update(
     """Take the step, in place.
 
     Args:
-        batches: parameters, gradients and the step they take.
+        groups: parameters, gradients and the step they take.
         kernel: the one to use for every tensor that it takes; by default the fastest.
         cache: what the caller keeps between the steps of the same parameters; a single step needs none.
-        recorder: counts what the step clips; the batches have slots then.
+        recorder: counts what the step clips; the groups have slots then.
     """
     if kernel in (None, "c"):
         # Almost every step on a CPU ends here: if the C kernel takes all tensors, nothing looks at them one by one.
         cache = cache if cache is not None else StepCache(reused=False)
-        scalar = cache.same_steps(batches) or all(_is_scalar(batch) for batch in batches)
-        if scalar and cache.prepare(*c.joined(batches)):
+        scalar = cache.same_steps(groups) or all(_is_scalar(group) for group in groups)
+        if scalar and cache.prepare(*c.joined(groups)):
             if library.loaded() is not None:
-                c.run(batches, cache, recorder)
+                c.run(groups, cache, recorder)
                 return
             if kernel is None:
                 _warn_once_of_missing_kernel()
-    _check_tensors(batches)
+    _check_tensors(groups)
     by_kernel: dict[str, list[StepGroup]] = {}
-    for batch in batches:
-        if batch.momenta:
-            batch = advance(_as_local_reals(batch), by_reference=kernel == "reference")
-        for i, (p, g) in enumerate(zip(batch.params, batch.grads, strict=True)):
-            p_part, g_part, step = _as_dense_local_reals(p, g, batch.step)
+    for group in groups:
+        if group.momenta:
+            group = advance(_as_local_reals(group), by_reference=kernel == "reference")
+        for i, (p, g) in enumerate(zip(group.params, group.grads, strict=True)):
+            p_part, g_part, step = _as_dense_local_reals(p, g, group.step)
             if recorder is not None:
                 g_part = g_part.coalesce() if g_part.is_sparse else g_part
                 clip = single.at_coordinates(step.clip, g_part) if g_part.is_sparse else step.clip
-                count_in_torch(g_part, batch.slots[i], clip, recorder.counters(g_part.device))
+                count_in_torch(g_part, group.slots[i], clip, recorder.counters(g_part.device))
             name = which(p_part, g_part, step, kernel).kernel.name
             parts = by_kernel.setdefault(name, [])
             if not parts or parts[-1].step is not step:
@@ -119,35 +119,35 @@ def update(
         KERNELS[name].run(parts)
 
 
-def _is_scalar(batch: StepGroup) -> bool:
-    return is_scalar(batch.step) and not batch.corrections
+def _is_scalar(group: StepGroup) -> bool:
+    return is_scalar(group.step) and not group.corrections
 
 
-def _as_local_reals(batch: StepGroup) -> StepGroup:
-    """A batch with momentum as its arithmetic sees it: shards as local tensors, complex ones as pairs of reals."""
-    if not any(is_dtensor(p) or p.is_complex() for p in batch.params):
-        return batch
-    if has_dimensions(batch.step):
+def _as_local_reals(group: StepGroup) -> StepGroup:
+    """A group with momentum as its arithmetic sees it: shards as local tensors, complex ones as pairs of reals."""
+    if not any(is_dtensor(p) or p.is_complex() for p in group.params):
+        return group
+    if has_dimensions(group.step):
         raise ValueError("Thresholds with dimensions cannot be used with momentum on sharded or complex parameters.")
-    momenta = [local_pair(p, m)[1] for p, m in zip(batch.params, batch.momenta, strict=True)]
-    pairs = [local_pair(p, g) for p, g in zip(batch.params, batch.grads, strict=True)]
+    momenta = [local_pair(p, m)[1] for p, m in zip(group.params, group.momenta, strict=True)]
+    pairs = [local_pair(p, g) for p, g in zip(group.params, group.grads, strict=True)]
 
     def reals(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
 
-    return batch._replace(
+    return group._replace(
         params=reals([p for p, _ in pairs]), grads=reals([g for _, g in pairs]), momenta=reals(momenta)
     )
 
 
-def _check_tensors(batches: Sequence[StepGroup]) -> None:
+def _check_tensors(groups: Sequence[StepGroup]) -> None:
     """Raise for what no kernel can step on, before any of them does: integers, as in torch's SGD, and freed memory."""
-    for batch in batches:
-        for p in batch.params:
+    for group in groups:
+        for p in group.params:
             check_type(p)
         if not torch.compiler.is_compiling():
-            check_memory([*batch.params, *batch.grads, *batch.momenta])
-        if any(g.is_sparse for g in batch.grads) and batch.momenta:
+            check_memory([*group.params, *group.grads, *group.momenta])
+        if any(g.is_sparse for g in group.grads) and group.momenta:
             raise RuntimeError("Momentum needs dense gradients, and one is sparse. Use momentum=0 for its parameter.")
 
 
@@ -160,10 +160,10 @@ def check_type(p: Tensor) -> None:
         )
 
 
-def _as_dense_local_reals(p: Tensor, g: Tensor, step: Step) -> tuple[Tensor, Tensor, Step]:
+def _as_dense_local_reals(p: Tensor, g: Tensor, step: StepNumbers) -> tuple[Tensor, Tensor, StepNumbers]:
     """What kernels see: shards as local tensors, complex ones as pairs of reals; thresholds with dimensions follow."""
 
-    def shaped(step: Step, change: Callable[[Tensor], Tensor]) -> Step:
+    def shaped(step: StepNumbers, change: Callable[[Tensor], Tensor]) -> StepNumbers:
         numbers = (change(t) if isinstance(t, Tensor) and t.ndim else t for t in step.clip)
         return step._replace(clip=type(step.clip)(*numbers))
 
@@ -177,7 +177,7 @@ def _as_dense_local_reals(p: Tensor, g: Tensor, step: Step) -> tuple[Tensor, Ten
     return p, g, step
 
 
-def _pieces(p: Tensor, g: Tensor, step: Step) -> list[tuple[Tensor, Tensor]]:
+def _pieces(p: Tensor, g: Tensor, step: StepNumbers) -> list[tuple[Tensor, Tensor]]:
     """A very large tensor in parts, so that intermediates stay small; whole if the step is traced or differentiated."""
     whole = p.numel() <= PIECE or torch.is_grad_enabled() or torch.compiler.is_compiling() or has_dimensions(step)
     if whole or g.layout != torch.strided or not (p.is_contiguous() and g.is_contiguous()):

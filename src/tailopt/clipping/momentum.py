@@ -15,31 +15,31 @@ from torch import Tensor
 from tailopt.clipping import reference
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.operators import Number, compute_dtype
-from tailopt.clipping.reference import Step
+from tailopt.clipping.reference import StepNumbers
 
 
-def advance(batch: StepGroup, by_reference: bool = False) -> StepGroup:
-    """Move the momenta of a batch on by one step; returns the batch whose gradients are what the step clips.
+def advance(group: StepGroup, by_reference: bool = False) -> StepGroup:
+    """Move the momenta of a group on by one step; returns the group whose gradients are what the step clips.
 
     by_reference: by the oracle, tensor by tensor.
     """
-    momentum = batch.step.momentum
+    momentum = group.step.momentum
     assert momentum is not None
-    corrections: Sequence[Number] = batch.corrections or [momentum.correction] * len(batch.params)
+    corrections: Sequence[Number] = group.corrections or [momentum.correction] * len(group.params)
     means: list[Tensor] = []
-    for p, g, m, correction in zip(batch.params, batch.grads, batch.momenta, corrections, strict=True):
+    for p, g, m, correction in zip(group.params, group.grads, group.momenta, corrections, strict=True):
         dtype = compute_dtype(p.dtype)
         if by_reference:
-            step = batch.step._replace(momentum=momentum._replace(correction=correction))
+            step = group.step._replace(momentum=momentum._replace(correction=correction))
             new, mean = reference.momentum(m, g, step, dtype)
             m.copy_(new)
         else:
-            mean = _advance(m, g, batch.step, correction, dtype)
+            mean = _advance(m, g, group.step, correction, dtype)
         means.append(mean)
-    return batch._replace(grads=means, step=batch.step._replace(maximize=False, momentum=None), momenta=())
+    return group._replace(grads=means, step=group.step._replace(maximize=False, momentum=None), momenta=())
 
 
-def _advance(m: Tensor, g: Tensor, step: Step, correction: Number, dtype: torch.dtype) -> Tensor:
+def _advance(m: Tensor, g: Tensor, step: StepNumbers, correction: Number, dtype: torch.dtype) -> Tensor:
     assert step.momentum is not None
     beta, limit = step.momentum.beta, step.gradient_limit(dtype)
     g = (-g if step.maximize else g).to(dtype)

@@ -51,13 +51,17 @@ def scalings(
         traced: use torch operations alone, which autograd and compilers can follow. Then, and off the CPU, a scaling
             holds 0-dim tensors, else numbers.
     """
-    pairs = _over_scopes(grads, owners, scopes, n_scopes, traced)
+    return scalings_of(squares(grads, owners, scopes, n_scopes, traced), requests, traced)
+
+
+def scalings_of(pairs: Tensor, requests: Sequence[NormRequest], traced: bool = False) -> list[ScaleToNorm]:
+    """`scalings` from the pairs that `squares` returned."""
     if pairs.device.type == "cpu" and not traced:
         numbers = pairs.tolist()
         return [scaling(numbers[k][0], numbers[k][1], float(u), float(d), dtype) for k, u, d, dtype in requests]
     formed: dict[NormRequest, ScaleToNorm] = {}
     for request in requests:
-        if request not in formed:  # two dozen launches each; and batches with the same object can step together
+        if request not in formed:  # two dozen launches each; and groups with the same object can step together
             k, u, d, dtype = request
             u, d = (t.reshape(()) if isinstance(t, Tensor) else t for t in (u, d))
             formed[request] = scaling_in_torch(pairs[k, 0], pairs[k, 1], u, d, dtype)
@@ -75,7 +79,7 @@ def auto_dead_zone(top: Tensor, u: Number, dtype: torch.dtype) -> Number:
     return torch.minimum(zone, u.to(zone) if isinstance(u, Tensor) else torch.full_like(zone, u))
 
 
-def largest(grads: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
+def largest_gradient(grads: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
     """max |g| over the finite elements of all gradients and all their shards; a 0-dim float64 tensor."""
     tops = _counted(grads).reals[:, 1]
     result = tops.new_zeros(())
@@ -83,6 +87,16 @@ def largest(grads: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
         over = over_shards(_rows(tops, members).amax(), groups, lambda parts: parts.amax(0))
         result = torch.maximum(result, over)
     return result
+
+
+def root_mean_squares(tensors: Sequence[Tensor]) -> list[float]:
+    """The RMS of each tensor's real coordinates, over all its shards; waits for the device."""
+    if not tensors:
+        return []
+    local = [t.to_local() if is_dtensor(t) else t for t in map(Tensor.detach, tensors)]
+    pairs = squares(local, tensors, range(len(tensors)), len(tensors))
+    coordinates = [t.numel() * (2 if t.is_complex() else 1) for t in tensors]
+    return [m * math.sqrt(q / n) if n else 0.0 for (m, q), n in zip(pairs.tolist(), coordinates, strict=True)]
 
 
 def nonfinite(grads: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
@@ -105,10 +119,10 @@ def _counted(grads: Sequence[Tensor]) -> Counters:
     return counters
 
 
-def _over_scopes(
-    grads: Sequence[Tensor], owners: Sequence[Tensor], scopes: Sequence[int], n_scopes: int, traced: bool
+def squares(
+    grads: Sequence[Tensor], owners: Sequence[Tensor], scopes: Sequence[int], n_scopes: int, traced: bool = False
 ) -> Tensor:
-    """[n_scopes, 2]: the pair of every scope, over all shards."""
+    """[n_scopes, 2]: the sum of squares of every scope as a pair, over all shards; the arguments are `scalings`'s."""
     on_cpu = not grads or grads[0].device.type == "cpu"
     pairs = _pairs_by_kernel(grads) if on_cpu and not traced else _pairs_by_torch(grads, traced)
     if n_scopes == 1 and not any(map(is_dtensor, owners)):  # the usual case; the rest is noticeable in a small step

@@ -10,8 +10,8 @@ and with momentum, where the k-th step since m was 0 clips a mean of gradients i
 The clamp keeps what one outlier or infinity adds to m at u. m is rounded to its type after the operator has used it.
 
 fp64 is computed in itself, everything else in fp32; numbers are rounded once to that type, the result once to the
-parameter's. `ClipByValue` and `ScaleToNorm` are the two ways to clip, `Step` is a clip with the numbers of a group.
-Kernels take the same `Step` and must give the same bits. Nothing here is fast, and nothing here is optimised.
+parameter's. `ClipByValue` and `ScaleToNorm` are the two ways to clip, `StepNumbers` is a clip with the other numbers
+of a group. Kernels take the same and must give the same bits. Nothing here is fast, and nothing here is optimised.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Momentum(NamedTuple):
         return cls(beta, 1 - beta**k)
 
 
-class Step(NamedTuple):
+class StepNumbers(NamedTuple):
     """One param group's numbers for one step."""
 
     clip: ClipByValue | ScaleToNorm
@@ -96,13 +96,13 @@ class Step(NamedTuple):
         return u.to(dtype) / rounded(rest, dtype).to(u.device) if isinstance(u, Tensor) else u / rest
 
 
-def momentum(m: Tensor, g: Tensor, numbers: Step, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def momentum(m: Tensor, g: Tensor, numbers: StepNumbers, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The momentum after one step, in its own type, and what the step clips in place of the gradient.
 
     dtype: the compute type.
 
     Examples:
-        >>> numbers = Step(ClipByValue(u=0.5, d=0.0), lr=1.0, momentum=Momentum.at(0.5, 1))
+        >>> numbers = StepNumbers(ClipByValue(u=0.5, d=0.0), lr=1.0, momentum=Momentum.at(0.5, 1))
         >>> momentum(torch.zeros(2), torch.tensor([0.25, 9.0]), numbers, torch.float32)
         (tensor([0.1250, 0.5000]), tensor([0.2500, 1.0000]))
     """
@@ -116,12 +116,12 @@ def momentum(m: Tensor, g: Tensor, numbers: Step, dtype: torch.dtype) -> tuple[T
     return wide.to(m.dtype), wide / rounded(numbers.momentum.correction, dtype)
 
 
-def step(p: Tensor, g: Tensor, numbers: Step) -> Tensor:
+def step(p: Tensor, g: Tensor, numbers: StepNumbers) -> Tensor:
     """The parameter after one step, as a new tensor; g is what `momentum` returned, where the step has momentum.
 
     Examples:
         >>> p, g = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([9.0, 0.0, -1e-6])
-        >>> step(p, g, Step(ClipByValue(u=0.5, d=0.1), lr=1.0))
+        >>> step(p, g, StepNumbers(ClipByValue(u=0.5, d=0.1), lr=1.0))
         tensor([0.5000, 1.0000, 1.1000])
     """
     dtype = compute_dtype(p.dtype)

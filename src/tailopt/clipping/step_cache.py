@@ -18,7 +18,7 @@ from torch import Tensor
 from tailopt.clipping.kernels.kernel import PLAIN_TYPES, StepGroup, row
 from tailopt.clipping.memory import check_memory
 from tailopt.clipping.operators import compute_dtype
-from tailopt.clipping.reference import Step
+from tailopt.clipping.reference import StepNumbers
 from tailopt.native.calls import DTYPES, addresses, dtype_codes, sizes
 from tailopt.native.clip import StepRows
 
@@ -40,9 +40,10 @@ class StepCache:
         self._compute_dtypes: list[torch.dtype] = []  # by parameter
         self.param_addresses, self._grad_addresses, self._momentum_addresses = array("Q"), array("Q"), array("Q")
         self.distinct = True  # no parameter is in the list twice
-        self._steps: list[Step] = []  # of the last batches; empty if a tensor that may change is among their numbers
-        self._lengths: list[int] = []  # parameters in each of the last batches
-        self._row_sources: list[tuple[int, torch.dtype]] = []  # batch and arithmetic of each row
+        # of the last groups; empty if a tensor that may change is among their numbers
+        self._steps: list[StepNumbers] = []
+        self._lengths: list[int] = []  # parameters in each of the last groups
+        self._row_sources: list[tuple[int, torch.dtype]] = []  # group and arithmetic of each row
         self._rows, self._row_of_param = array("d"), array("i")
 
     def __reduce__(self) -> tuple[type[StepCache], tuple[bool]]:
@@ -102,32 +103,32 @@ class StepCache:
             self._momentum_addresses = now
         return now
 
-    def same_steps(self, batches: Sequence[StepGroup]) -> bool:
+    def same_steps(self, groups: Sequence[StepGroup]) -> bool:
         """Whether as many parameters take the very steps of last time, none of which can have changed."""
-        if len(batches) != len(self._steps):
+        if len(groups) != len(self._steps):
             return False
-        for batch, step, length in zip(batches, self._steps, self._lengths, strict=True):
-            if batch.step is not step or len(batch.params) != length:
+        for group, step, length in zip(groups, self._steps, self._lengths, strict=True):
+            if group.step is not step or len(group.params) != length:
                 return False
         return True
 
-    def rows(self, batches: Sequence[StepGroup]) -> StepRows:
+    def rows(self, groups: Sequence[StepGroup]) -> StepRows:
         """The numbers of the steps as the C kernel takes them, and which row of them every parameter gets."""
-        if self.same_steps(batches):
+        if self.same_steps(groups):
             return StepRows(self._rows, self._row_of_param)
-        lengths = [len(batch.params) for batch in batches]
+        lengths = [len(group.params) for group in groups]
         if lengths != self._lengths:
             self._assign_rows(lengths)
         self._rows = array("d")
         for k, dtype in self._row_sources:
-            self._rows.extend(row(batches[k].step, dtype))
-        numbers = (t for batch in batches for t in (batch.step.lr, *batch.step.clip, *(batch.step.momentum or ())))
+            self._rows.extend(row(groups[k].step, dtype))
+        numbers = (t for group in groups for t in (group.step.lr, *group.step.clip, *(group.step.momentum or ())))
         fixed = not any(isinstance(t, Tensor) for t in numbers)
-        self._steps = [batch.step for batch in batches] if fixed else []
+        self._steps = [group.step for group in groups] if fixed else []
         return StepRows(self._rows, self._row_of_param)
 
     def _assign_rows(self, lengths: list[int]) -> None:
-        """One row for every batch and type of arithmetic in it."""
+        """One row for every group and type of arithmetic in it."""
         self._lengths, self._row_sources, self._row_of_param = lengths, [], array("i")
         for k, length in enumerate(lengths):
             start = len(self._row_of_param)

@@ -23,7 +23,7 @@ from tailopt.distributed.errors import Disagreement
 from tailopt.distributed.heartbeat import DRAIN_S
 from tailopt.distributed.interfaces import Call, Clock, Store
 from tailopt.distributed.membership import Membership
-from tailopt.distributed.roll_call import absent_nodes, await_keys, await_nodes, check_given_up, give_up
+from tailopt.distributed.roll_call import StoreOwner, absent_nodes, await_keys, await_nodes, check_given_up, give_up
 from tailopt.records.tensor_bytes import tensor_bytes
 
 ENVIRONMENT = "environment"
@@ -40,6 +40,7 @@ class FactExchange:
         clock: the time.
         node, nodes: this node's number, and how many there are.
         timeout: how long to wait for the facts of all nodes.
+        store_owner: who serves the store.
     """
 
     store: Store
@@ -47,6 +48,7 @@ class FactExchange:
     node: int
     nodes: int
     timeout: float
+    store_owner: StoreOwner
 
     async def gather(self, facts: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
         """The facts of every node, and the number of this comparison, for `confirm_read`."""
@@ -57,7 +59,8 @@ class FactExchange:
         prefix, look = f"facts/{number}", partial(check_given_up, given_up)
         missing = await await_nodes(self.store, self.clock, prefix, self.nodes, self.timeout, look)
         if missing:
-            await give_up(given_up, absent_nodes(missing, self.node, self.nodes, self.timeout))
+            sentence = absent_nodes(missing, self.node, self.nodes, self.timeout, self.store_owner)
+            await give_up(given_up, sentence)
         texts = [await self.store.get(f"facts/{number}/{k}") for k in range(self.nodes)]
         return [json.loads(text) for text in texts], number
 
@@ -122,15 +125,15 @@ def as_fact(value: Any) -> Any:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def comparable(configuration: Mapping[str, Any]) -> dict[str, Any]:
+def without_local_settings(configuration: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration without what may differ between nodes: device, weight, paths, loggers, progress and timeouts.
 
     Examples:
-        >>> comparable({"rounds": 3, "device": "cuda:1", "task": {"name": "texts", "data": "/here", "df": 1.5}})
-        {'rounds': 3, 'task': {'name': 'texts', 'df': 1.5}}
+        >>> without_local_settings({"rounds": 3, "device": "cuda:1", "task": {"name": "texts", "data": "/here"}})
+        {'rounds': 3, 'task': {'name': 'texts'}}
     """
     return {
-        key: comparable(value) if isinstance(value, Mapping) else value
+        key: without_local_settings(value) if isinstance(value, Mapping) else value
         for key, value in configuration.items()
         if key not in _LOCAL and not (key in _MAYBE_PATHS and os.path.exists(os.path.expanduser(str(value))))
     }

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tailopt.clipping.dtensor import is_dtensor
-from tailopt.distributed.exchange import ALIKE
+from tailopt.distributed.exchange import CHECKPOINT_ON_ALL_NODES
 from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.rank_group import RankGroup
 from tailopt.distributed.shared_state import NodeCountDiffers, merged_meta, read, shared_ranges_and_meta
-from tailopt.records import checkpoints, collective, history
+from tailopt.records import checkpoints, history, multi_writer
 from tailopt.records.checkpoints import DamagedCheckpoint, Snapshot
 from tailopt.records.folder import HISTORY, Run, is_run, open_run
 from tailopt.records.pytree import pack
@@ -103,7 +103,7 @@ class CheckpointCoordinator:
 
         def others() -> None:
             if self.ranks.number:
-                collective.await_folder(self.folder)
+                multi_writer.await_folder(self.folder)
                 if not is_run(self.folder):
                     raise FileNotFoundError(
                         f"{self.folder} is another folder here than on node 0: it holds no run. Give a run folder that "
@@ -157,13 +157,15 @@ class CheckpointCoordinator:
             except OSError:
                 return  # every line of the log is also a warning
 
-    def save(self, node: Node, step: int, local_state: Callable[[], dict[str, Any]], taken: Sequence[int]) -> bool:
+    def save(
+        self, node: Node, step: int, local_state: Callable[[], dict[str, Any]], steps_before_round: Sequence[int]
+    ) -> bool:
         """Write a checkpoint together; False where the disk of one node did not take it.
 
         Args:
             step: local steps done in the round after `node.round`.
             local_state: what this node keeps to itself: tensors and plain values.
-            taken: local steps of every node.
+            steps_before_round: local steps of every node, over all completed rounds.
         """
         self._barrier_and_repair(node, step)
         moment = node.round, step or None
@@ -175,15 +177,15 @@ class CheckpointCoordinator:
                 new = self.folder / checkpoints.FOLDER / answers[0].text
                 answers = self.ranks.all_ranks_do(partial(self._write_part, new, node, local_state), OSError)
             if new is not None and not self.ranks.failures(answers):
-                finish = partial(self._write_manifest, new, moment, node, taken)
+                finish = partial(self._write_manifest, new, moment, node, steps_before_round)
                 answers = self.ranks.all_ranks_do(finish, OSError, DamagedCheckpoint)
         except BaseException:
             if self.run is not None and new is not None:
-                collective.discard(new)
+                multi_writer.discard(new)
             raise
         if failed := self.ranks.failures(answers):
             if self.run is not None and new is not None:
-                collective.discard(new)
+                multi_writer.discard(new)
             last = checkpoints.latest(self.folder)
             older = f"the last one is {last.name}" if last else "there is none yet"
             self.warn(f"The checkpoint {at} was not written: {failed}. The run goes on; {older}.")
@@ -206,7 +208,7 @@ class CheckpointCoordinator:
         self.run.check_lock()
         self._write_rows()
         self.run.sync()
-        return collective.begin(self.folder, *moment).name
+        return multi_writer.begin(self.folder, *moment).name
 
     def _write_part(self, folder: Path, node: Node, local_state: Callable[[], dict[str, Any]]) -> None:
         """Every rank writes its part of the shared state, and what its node keeps to itself."""
@@ -214,27 +216,29 @@ class CheckpointCoordinator:
         tensors, packed = pack(local_state(), "node")
         sharded_shapes = {name: list(t.shape) for name, t in tensors.items() if is_dtensor(t)}
         tensors = {name: t.to_local() if is_dtensor(t) else t for name, t in tensors.items()}
+        # "own": what this rank keeps to itself; "cut": the whole shapes of its tensors that are one rank's shard
         meta = {**outer_meta, "own": packed, "cut": sharded_shapes}
-        collective.write(folder, self.ranks.number, self.ranks.count, shared, tensors, meta)
+        multi_writer.write(folder, self.ranks.number, self.ranks.count, shared, tensors, meta)
 
-    def _write_manifest(self, folder: Path, moment: Moment, node: Node, taken: Sequence[int]) -> None:
+    def _write_manifest(self, folder: Path, moment: Moment, node: Node, steps_before_round: Sequence[int]) -> None:
         """Node 0 writes the manifest over the parts of all ranks: from here on the checkpoint exists."""
         if self.run is None:
             return
         names, buffers, average = node.exchange.names, list(node.buffers_at_round_start()), node.average is not None
         more = {
-            "taken": list(taken),
+            "taken": list(steps_before_round),
             "probe": {},  # empty on real nodes: the reader of simulations asks for both
             "inner": {},
             "writers": self.ranks.across.nodes,
             "ranks": self.ranks.ranks_per_node,
             "story": self.resume_log,
+            **({"thresholds": node.thresholds.state()} if node.thresholds.levels else {}),
         }
 
         def meta(parts: list[dict[str, Any]]) -> dict[str, Any]:
             return {**merged_meta(names, buffers, average, parts), **more}
 
-        collective.finish(folder, *moment, self.ranks.count, meta, self.run.checkpoint_owner)
+        multi_writer.finish(folder, *moment, self.ranks.count, meta, self.run.checkpoint_writer)
 
     def resume(self, node: Node) -> tuple[Snapshot, Path] | None:
         """The newest checkpoint that is sound on all nodes, or None where there is none at all.
@@ -265,7 +269,7 @@ class CheckpointCoordinator:
         self.last = path
         return snapshot, path
 
-    def last_good(self) -> str:
+    def last_checkpoint_sentence(self) -> str:
         """Return a sentence about where the run can go on from."""
         return checkpoints.describe_last_checkpoint(self.folder, self.last)
 
@@ -336,7 +340,8 @@ class CheckpointCoordinator:
             if header.round < 0:
                 activity = f"writes a checkpoint after round {-1 - header.round}, step {header.steps}"
             error = RuntimeError(
-                f"Node {k} {activity}; node {across.node} writes a checkpoint after round {round}, step {step}. {ALIKE}"
+                f"Node {k} {activity}; node {across.node} writes a checkpoint after round {round}, step {step}. "
+                f"{CHECKPOINT_ON_ALL_NODES}"
             )
             across.leave(error)  # a node that ends a round waits for this node's displacement
             raise error
@@ -344,7 +349,7 @@ class CheckpointCoordinator:
 
 def all_excluded(error: EveryoneExcluded, coordinator: CheckpointCoordinator | None) -> EveryoneExcluded:
     """The end of a run in which no displacement of a round could be used, with what to go on from."""
-    ended = error.ending_run("" if coordinator is None else coordinator.last_good())
+    ended = error.ending_run("" if coordinator is None else coordinator.last_checkpoint_sentence())
     if coordinator is not None:
         coordinator.log(f"stopped: {ended}")
     return ended

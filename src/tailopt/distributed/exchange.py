@@ -11,9 +11,9 @@ order, takes the outer step on its partition (the outer state lives there too), 
     sum, step   my partition: weighted mean, outer rule, radius             no traffic, but for norms
     weights     my partition to every node                                  point to point
 
-Before the first of them the header goes alone, to see that all have as many elements. The next header states what each
-node loaded of the new weights, and what each owner sent (weight_sync.py): a node that loaded something else is left out
-of that round, and gets the weights again before they are used for anything.
+Before the first exchange of a run the nodes send their headers alone, to check that all flat buffers have the same
+size. The header of the next round states which weights a node loaded and which ones it sent (weight_sync.py). A node
+that loaded something else than was sent is left out of that round, and receives the weights again before it uses them.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from tailopt.distributed.header import Damaged, Header, barrier_header, digest_o
 from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.judging import Displacement, Judge, ReceivedRound
 from tailopt.distributed.layout import Layout, Segment
-from tailopt.distributed.node_bounds import Members, NodeBounds, agreed_bounds, stated_bounds
+from tailopt.distributed.node_bounds import NodeBounds, RoundHeaders, agreed_bounds, stated_bounds
 from tailopt.distributed.outer_step import PendingMean, outer_step
 from tailopt.distributed.partition import Partition
 from tailopt.distributed.rank_shards import RankShards
 from tailopt.distributed.round_records import ExchangeReport, JudgingCriteria, Statement
+from tailopt.distributed.threshold_statistics import StatisticsExchange
 from tailopt.distributed.transport import Transport
-from tailopt.distributed.verdicts import header_verdict, merge_verdicts
+from tailopt.distributed.verdicts import check_thresholds, header_verdict, merge_verdicts
 from tailopt.distributed.weight_sync import Pair, WeightSync, check_finite
 from tailopt.rounds.block_norm import root_of_sum
 from tailopt.rounds.guard import Exclusion
@@ -50,7 +51,7 @@ from tailopt.rounds.robust import Aggregate
 from tailopt.rounds.settle import Settlement, settle
 from tailopt.rules.rule import Hyperparameters, Rule, State
 
-ALIKE = "Call checkpoint() on every node, after the same step."
+CHECKPOINT_ON_ALL_NODES = "Call checkpoint() on every node, after the same step."
 
 
 class TrainedParametersDiffer(Exception):
@@ -66,7 +67,7 @@ class Exchange:
         names: of all tensors.
         shapes: of this rank's parts of them.
         param_dtypes: the types of the parameters; the arithmetic is in fp32, or in fp64 where all of them are.
-        rank_transport: reaches the other ranks of this node, where its parameters are sharded.
+        rank_transport: reaches the other ranks of this node, where its parameters are sharded; its nodes are ranks.
         params: then, the parameters themselves.
     """
 
@@ -102,6 +103,12 @@ class Exchange:
         sharded = self.partition.sharded
         self._ranks = None if self.rank_transport is None else RankShards(self.rank_transport, self.layout, sharded)
         self._judge = Judge(self.partition, self.names, self.param_dtypes, self._ranks)
+        self.statistics = StatisticsExchange(self.transport, self.partition, self._ranks, self.gather_sums_of_squares)
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean displacement in this node's partition after the outer step, up to its sign."""
+        return self._mean
 
     @property
     def segments(self) -> list[Segment]:
@@ -111,11 +118,11 @@ class Exchange:
     @property
     def loaded_digests(self) -> list[int]:
         """Digests of every partition of the weights with which this node began its round."""
-        return list(self._weight_sync.loaded)
+        return list(self._weight_sync.loaded_digests)
 
     def restore_loaded_digests(self, digests: Sequence[int]) -> None:
         """Take back what a checkpoint in the middle of a round has as `loaded_digests`."""
-        self._weight_sync.loaded = tuple(digests)
+        self._weight_sync.loaded_digests = tuple(digests)
 
     def elements_before(self, tensor: int) -> int | None:
         """How many elements of a tensor the ranks of this node before this one have; None where each has all of it."""
@@ -129,9 +136,9 @@ class Exchange:
         """Copy the synchronised weights into the parameters, and note what was loaded."""
         self._weight_sync.load(params, x)
 
-    def restart(self, x: Tensor) -> None:
-        """Begin with weights that no outer step made: node 0's, or those of a checkpoint."""
-        self._weight_sync.restart(x)
+    def reset_sent_digest(self, x: Tensor) -> None:
+        """Note this partition of node 0's weights, or of those of a checkpoint, as if this node had sent it."""
+        self._weight_sync.reset_sent_digest(x)
 
     async def exchange_and_settle(
         self,
@@ -182,8 +189,8 @@ class Exchange:
             by_row = {id(self.received[i]): length for i, length in lengths.items()}
             rows = [[self.received[i]] for i in sound]
             excluded += criteria.robust_mean.outliers(rows, sound, lambda delta: by_row[id(delta[0])])
-        members = Members(received.t, headers, shares, most_steps=criteria.most_steps)
-        steps = {node: members.plausible_steps(node) for node in shares}
+        round_headers = RoundHeaders(received.t, headers, shares, most_steps=criteria.most_steps)
+        steps = {node: round_headers.plausible_steps(node) for node in shares}
         losses = {node: header.loss for node, header in enumerate(headers)}
         return settle(received.t, received.participants, steps, excluded, losses)
 
@@ -201,7 +208,7 @@ class Exchange:
     async def take_outer_step(
         self, x: Tensor, states: Sequence[State], rule: Rule, hparams: Hyperparameters, radius: float | None
     ) -> None:
-        """Take the mean and the outer step on this node's partition of x, and share the new weights.
+        """Take the mean and the outer step on this node's partition of x, and give all nodes the new weights.
 
         radius: the norm that all weights together may have, or None.
         """
@@ -211,22 +218,22 @@ class Exchange:
                 self._pending.form(0, self._mean.numel())
                 self._pending = None
             squares = await self.gather_sums_of_squares(self._mean)
-            by_tensor = hparams.get("scope") == "tensor"
+            norm_per_tensor = hparams.get("scope") == "tensor"
             norms["norm"] = (
-                [root_of_sum([squares[s.tensor]]) for s in self.segments] if by_tensor else root_of_sum(squares)
+                [root_of_sum([squares[s.tensor]]) for s in self.segments] if norm_per_tensor else root_of_sum(squares)
             )
         part, partition = x[self.partition.range], self.partition
         by_segment = {**partition.hparams_by_segment(hparams), **norms}
         if self._pending is None or not self._pending.sgd_step(
             rule, part, states, by_segment, partition.segment_ranges
         ):
-            means = partition.by_tensor(self._mean)
+            means = partition.segment_views(self._mean)
             outer_step(rule, partition.views(x), means, states, by_segment, self._negated_mean, self._outer_cache)
         if radius is not None:
             length = root_of_sum(await self.gather_sums_of_squares(part))
             if length > radius:
                 part.mul_(radius / length)
-        await self._weight_sync.share_weights(self.transport, x)
+        await self._weight_sync.all_gather_weights(self.transport, x)
 
     def _negated_mean(self, segment: int, mean: Tensor, cut: slice) -> Tensor:
         """Minus a piece of a segment's mean; added up only now, so that the outer step finds it in the cache."""
@@ -242,18 +249,18 @@ class Exchange:
             if flat.numel():
                 await self._weight_sync.broadcast_verified(self.transport, flat)
 
-    async def share(self, flat: Tensor) -> None:
+    async def all_gather_partitions(self, flat: Tensor) -> None:
         """Send this node's partition of a flat buffer to every node, and receive theirs."""
-        await self._weight_sync.share(self.transport, flat)
+        await self._weight_sync.all_gather_partitions(self.transport, flat)
 
-    async def share_verified(self, flat: Tensor) -> None:
-        """Share a buffer whose digest no later header has: compared at once, sent again where it arrived changed."""
-        await self._weight_sync.share_verified(self.transport, flat)
+    async def all_gather_verified(self, flat: Tensor) -> None:
+        """Gather the partitions of a buffer, and compare their digests, which no later header has, at once."""
+        await self._weight_sync.all_gather_verified(self.transport, flat)
 
     async def gather_sums_of_squares(self, buffer: Tensor) -> list[float]:
         """The sum of squares of every tensor, where each node has its partition; all nodes ask at the same time."""
         sums = self.partition.sums_by_tensor(await self.transport.gather(self.partition.block_sums(buffer)))
-        return sums if self._ranks is None else self._ranks.sums(sums)
+        return sums if self._ranks is None else self._ranks.sum_over_ranks(sums)
 
     async def _length(self, delta: Sequence[Tensor]) -> float:
         """The norm of a displacement of which each node has its partition."""
@@ -281,12 +288,13 @@ class Exchange:
             steps=statement.steps,
             bound_digest=digest_of_bound(statement.bound),
             trained_digest=statement.trained_digest,
+            thresholds_digest=statement.thresholds_digest,
             may_be_last=int(statement.may_be_last),
             seconds=statement.seconds,
-            sent_digest=self._weight_sync.sent.checksum,
+            sent_digest=self._weight_sync.sent_stats.checksum,
             sent_finite=int(self._weight_sync.sent_finite),
             checksums=tuple(stats.checksum if takes_part else 0 for stats in self._stats),
-            loaded_digests=self._weight_sync.loaded,
+            loaded_digests=self._weight_sync.loaded_digests,
         )
 
     async def _exchange_displacements(
@@ -316,7 +324,10 @@ class Exchange:
         """Raise unless every node ends a round, with this node's number of elements and its expected share."""
         for k, header in enumerate(headers):
             if header.round < 0:
-                raise Damaged(f"Node {k} writes a checkpoint while node {self.transport.node} ends round {t}. {ALIKE}")
+                raise Damaged(
+                    f"Node {k} writes a checkpoint while node {self.transport.node} ends round {t}. "
+                    f"{CHECKPOINT_ON_ALL_NODES}"
+                )
             share = participants.shares.get(k, 0.0)
             if header.elements != self.layout.total:
                 wrong = f"{header.elements} elements, and {self.layout.total} were expected"
@@ -327,6 +338,7 @@ class Exchange:
             raise Damaged(f"Round {t}: node {k} came with {wrong}. Restart all nodes from the last checkpoint.")
         if len({header.trained_digest for header in headers}) > 1:
             raise TrainedParametersDiffer
+        check_thresholds(t, headers)
         if criteria.guard:
             check_finite(t - 1, headers)
 
@@ -344,10 +356,12 @@ class Exchange:
             return headers, []
         if guard:
             check_finite(round, headers)
-        began_from = self._weight_sync.loaded
+        digests_at_round_start = self._weight_sync.loaded_digests
         differing = await self._weight_sync.resend_differing(self.transport, round, headers, x)
-        if step:  # local steps were taken from the other weights: the end of the round must leave them out
-            self._weight_sync.loaded = began_from
+        if step:
+            # This node may have taken its local steps from wrong weights. Its next header still states the weights
+            # with which it began, so that the others leave its displacement out at the end of the round.
+            self._weight_sync.loaded_digests = digests_at_round_start
         return headers, differing
 
     # verdicts
@@ -361,11 +375,11 @@ class Exchange:
         criteria: JudgingCriteria,
     ) -> NodeBounds:
         """How far each participant can have moved."""
-        members = Members(t, headers, participants.shares, criteria.diverged, criteria.most_steps)
+        round_headers = RoundHeaders(t, headers, participants.shares, criteria.diverged, criteria.most_steps)
         gather = self.transport.gather
         if criteria.expected_bound is None:
-            return await stated_bounds(members, statement.bound, self.names, gather)
-        return await agreed_bounds(members, criteria.expected_bound, statement.bound, len(self.names), gather)
+            return await stated_bounds(round_headers, statement.bound, self.names, gather)
+        return await agreed_bounds(round_headers, criteria.expected_bound, statement.bound, len(self.names), gather)
 
     async def _verdicts(self, received: ReceivedRound) -> dict[int, Exclusion]:
         """The nodes that all leave out, and why: the worst that any node saw."""
@@ -388,7 +402,7 @@ class Exchange:
         rows, judges = await self.transport.gather(mine), list(range(nodes))
         if self._ranks is not None:  # what one rank of a node saw, all of them act on
             ranks = self._ranks.transport
-            rows, judges = blocking(ranks.gather(rows)).flatten(0, 1), judges * ranks.nodes
+            rows, judges = blocking(ranks.gather(rows)).flatten(0, 1), judges * ranks.nodes  # these nodes are ranks
         by_judge = [[tuple(about) for about in judge] for judge in rows.tolist()]
         verdicts = merge_verdicts(
             received.t, list(received.participants.shares), by_judge, judges, tensor_and_buffer_names

@@ -71,7 +71,7 @@ class GlooTransport(Transport):
         if self.peers is None:
             self._transfer(receives, sends, None)
         else:
-            call = self.peers.start(lambda call: self._transfer(receives, sends, call))
+            call = self.peers.run_in_thread(lambda call: self._transfer(receives, sends, call))
             await self.peers.membership.watch(call)
 
     def _transfer(self, receives: Messages, sends: Messages, call: ThreadCall | None) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from tailopt.records.tensor_bytes import tensor_bytes
 from tailopt.rounds.guard import Bound
 
-PROTOCOL = 3  # of the exchange; nodes with another one cannot talk to each other
+PROTOCOL = 4  # of the exchange; nodes with another one cannot talk to each other
 
 _FLOATS = ("share", "loss", "seconds")
 
@@ -32,21 +32,23 @@ class Header(NamedTuple):
     """One node's header.
 
     Args:
-        round: the round that the node ends; -1 - round where it meets the others for a checkpoint.
+        round: the round that the node ends. At a barrier this is -1 minus the number of completed rounds.
         node: its number.
-        elements: of its flat buffer.
-        contributes: 1 where the node takes part, else 0. A participant with 0 counts as dropped.
-        share: of the mean.
-        loss: of its local steps.
+        elements: how many its flat buffer has.
+        contributes: 1 where the node takes part, else 0, which all nodes know from the participants. Only
+            `tailopt.faults` clears it for a participant, whose contribution then counts as dropped.
+        share: its share of the mean.
+        loss: the loss of its local steps.
         steps: local steps that it took in this round.
-        bound_digest: of how far it says it can have moved.
+        bound_digest: a digest of how far it says it can have moved.
         trained_digest: a digest of which parameters it trains.
-        may_be_last: 1 where it wants the new weights to be compared after this round: it may be the last.
-        seconds: of its local steps.
-        sent_digest: of the weights that it sent to all nodes at the end of the round before, of its own partition.
+        thresholds_digest: a digest of the thresholds with which it began the round, where some are "auto".
+        may_be_last: 1 where this may be the last round, so that the nodes compare the new weights at once.
+        seconds: how long its local steps took.
+        sent_digest: a digest of the weights of its own partition, as it sent them at the end of the round before.
         sent_finite: 0 where those weights are not finite.
-        checksums: of every partition of its displacement.
-        loaded_digests: of every partition of the weights with which it began the round, as it loaded them.
+        checksums: a checksum of every partition of its displacement.
+        loaded_digests: a digest of every partition of the weights, as it loaded them before it began the round.
     """
 
     round: int
@@ -58,6 +60,7 @@ class Header(NamedTuple):
     steps: int = 0
     bound_digest: int = 0
     trained_digest: int = 0
+    thresholds_digest: int = 0
     may_be_last: int = 0
     seconds: float = 0.0
     sent_digest: int = 0

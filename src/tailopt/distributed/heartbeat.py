@@ -65,7 +65,7 @@ class Heartbeat:
         pending_verdict: to be posted, unless another node was first.
         store_error: why the store cannot be reached any more.
         places: where the other nodes are.
-        last_good: from where the run can go on, in words.
+        last_checkpoint_sentence: returns a sentence about where the run can go on from.
     """
 
     def __init__(self, group_store: Store, run_store: Store, node: int, nodes: int, clock: Clock) -> None:
@@ -80,7 +80,7 @@ class Heartbeat:
         self.places: dict[int, Place] = {}
         self.round, self.step, self.messages, self.sequence = 0, 0, 0, 0
         self.call: Call | None = None  # what this node waits for
-        self.last_good: Callable[[], str] = str
+        self.last_checkpoint_sentence: Callable[[], str] = str
         self.stays = False  # keep polling after this node has left: it serves the store
         self._fast = False
         self._leaving: str | None = None

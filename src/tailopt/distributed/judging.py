@@ -22,7 +22,7 @@ from tailopt.distributed.round_records import JudgingCriteria
 from tailopt.distributed.verdicts import Verdict, VerdictRow, verdict_row
 from tailopt.distributed.weight_sync import Pair
 from tailopt.rounds.block_norm import root_of_sum
-from tailopt.rounds.guard import BEYOND, SLACK, Bound, Exclusion, check_displacement, exceeded_norm
+from tailopt.rounds.guard import BEYOND, SLACK, Bound, Exclusion, allowed_if_exceeded, check_displacement
 from tailopt.rounds.participants import Participants
 
 
@@ -96,7 +96,7 @@ class Judge:
             return None
         verdict = Verdict.NOT_FINITE if exclusion.bound is None else Verdict.BEYOND_BOUND
         return verdict_row(
-            verdict, tensor_and_buffer_names.index(exclusion.tensor), exclusion.value, exclusion.bound or 0.0
+            verdict, tensor_and_buffer_names.index(exclusion.subject), exclusion.value, exclusion.bound or 0.0
         )
 
     def _exclusion(self, node: int, displacement: Displacement, received: ReceivedRound) -> Exclusion | None:
@@ -108,7 +108,7 @@ class Judge:
         names = [self._names[s.tensor] for s in partition.segments]
         views = zip(partition.views(received.x), partition.segments, strict=True)
         start = [part.to(self._param_dtypes[s.tensor]) for part, s in views]
-        delta, bound = partition.by_tensor(displacement.row), partition.bound_by_segment(limit)
+        delta, bound = partition.segment_views(displacement.row), partition.bound_by_segment(limit)
         return check_displacement(node, delta, start, names, bound, buffers, received.buffers_before)
 
     async def judge_norms(
@@ -141,10 +141,10 @@ class Judge:
             tensors = self._start_of_round(received.x)
             groups = [[piece for pieces in tensors for piece in pieces]] if whole else tensors
             for i, (length, group, of_group) in enumerate(zip(lengths, groups, limits, strict=True)):
-                most = exceeded_norm(length, group, of_group)
-                if most is not None:
+                allowed = allowed_if_exceeded(length, group, of_group)
+                if allowed is not None:
                     name = "all tensors" if whole else self._names[i]
-                    verdicts[node] = Exclusion(node, name, length, most, BEYOND)
+                    verdicts[node] = Exclusion(node, name, length, allowed, BEYOND)
                     break
 
     def _start_of_round(self, x: Tensor) -> list[list[Tensor]]:
@@ -152,7 +152,7 @@ class Judge:
         if self._ranks is None:
             tensors = [[view] for view in self._partition.layout.views(x, self._partition.shapes)]
         else:
-            tensors = self._ranks.tensors(x)
+            tensors = self._ranks.gather_parts(x)
         return [[part.to(kind) for part in parts] for parts, kind in zip(tensors, self._param_dtypes, strict=True)]
 
 
@@ -165,5 +165,7 @@ def _clearly_within(max_abs: float, limit: Bound) -> bool:
         return False
     if limit.kind != "coordinate":
         return True
-    floors = limit.constant if isinstance(limit.constant, list) else [limit.constant]
-    return not any(isinstance(a, Tensor) for a in floors) and max_abs <= min(floors) * (1 + SLACK / 2)
+    constants = limit.constant if isinstance(limit.constant, list) else [limit.constant]
+    if any(isinstance(constant, Tensor) for constant in constants):
+        return False
+    return bool(max_abs <= min(constants) * (1 + SLACK / 2))

@@ -1,7 +1,8 @@
 """Where the tensors of a model lie in one flat buffer, and which partition of it each node reduces.
 
-A partition is a contiguous range of the flat buffer. Its borders lie where a block of a tensor begins, over which norms
-are summed: the bits of a round depend on neither the number of nodes nor on which node reduces what.
+A partition is a contiguous range of the flat buffer. Norms are summed over blocks of a tensor, and a partition begins
+only where such a block begins. So the bits of a round do not depend on how many nodes there are, nor on which node
+reduces what.
 """
 
 from __future__ import annotations

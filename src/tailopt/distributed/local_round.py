@@ -12,31 +12,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tailopt.clipping.dtensor import is_dtensor
+from tailopt.distributed.inner_bound import bounding_hparams, inner_bound
+from tailopt.distributed.mesh import local_tensor
+from tailopt.distributed.round_records import Statement
+from tailopt.distributed.rule_optimizer import gradient_norms
 from tailopt.distributed.run_length import run_length_decode, run_length_encode
-from tailopt.optimizers.biclip import BiClip
+from tailopt.engines.model_state import as_real
 from tailopt.optimizers.exact_state import load_exact_state
-from tailopt.optimizers.l2clip import L2Clip
-from tailopt.rounds.guard import Bound, bound
+from tailopt.rounds.gradient_statistics import GradientRecorder, clipped_by_step
+from tailopt.rounds.guard import Bound
 from tailopt.rounds.hyperparameters import RuleHyperparameters
-from tailopt.rules.adagrad import ADAGRAD
-from tailopt.rules.adam import ADAM, ADAMW
-from tailopt.rules.biclip import BICLIP
-from tailopt.rules.l2clip import BICLIP_L2
-from tailopt.rules.rule import Hyperparameters, Rule, State
-
-# The hyperparameters that decide how far a step can move.
-BOUNDING = ("lr", "u", "d", "eps", "weight_decay", "betas", "momentum", "scope")
-RULES: dict[type, Rule] = {
-    BiClip: BICLIP,
-    L2Clip: BICLIP_L2,
-    torch.optim.Adam: ADAM,
-    torch.optim.AdamW: ADAMW,
-    torch.optim.Adagrad: ADAGRAD,
-}
+from tailopt.rules.rule import Hyperparameters, State
 
 
 class LocalRound:
@@ -48,6 +38,11 @@ class LocalRound:
         shared_hparams: hyperparameters that all nodes have agreed on, or None where the optimizer is the user's.
         keeps_state: whether the inner state survives a round.
         can_be_excluded: whether the state must be remembered, since an exclusion undoes the round.
+
+    Attributes:
+        loss: of the round, as the user reports it.
+        threshold_recorder: of what the steps of this round clipped, from which thresholds that are "auto" follow; None
+            where none is.
     """
 
     def __init__(
@@ -64,6 +59,11 @@ class LocalRound:
         self._began = time.perf_counter()
         self._state_before: Any = None
         self.loss = math.nan
+        self.threshold_recorder = self._new_recorder()
+
+    def _new_recorder(self) -> GradientRecorder | None:
+        thresholds = None if self._shared_hparams is None else self._shared_hparams.auto_thresholds
+        return None if thresholds is None else thresholds.recorder(len(self._params))
 
     @property
     def steps(self) -> int:
@@ -76,8 +76,12 @@ class LocalRound:
         return time.perf_counter() - self._began
 
     def clear(self, initial_states: Sequence[State] | None) -> None:
-        """Forget the steps of the last round; a state that is not kept begins empty, or with `initial_states`."""
+        """Forget the steps of the last round.
+
+        Where the inner state is not kept, it becomes `initial_states`, or empty if there are none.
+        """
         self._hparams_of_steps = []
+        self.threshold_recorder = self._new_recorder()
         self._began = time.perf_counter()
         if self._keeps_state:
             return
@@ -98,16 +102,32 @@ class LocalRound:
         if self._keeps_state and self._state_before is not None:
             load_exact_state(self.optimizer, {**self.optimizer.state_dict(), "state": self._state_before})
 
-    def step(self, t: int, steps_done: int, closure: Callable[[], Any] | None) -> Any:
-        """Take one local step of round t, before which the node has taken `steps_done` in all."""
+    def step(self, t: int, total_steps: int, closure: Callable[[], Any] | None) -> Any:
+        """Take one local step of round t, before which the node has taken `total_steps` over the whole run."""
         if self._shared_hparams is not None:
             for group in self.optimizer.param_groups:
-                group.update(self._shared_hparams.at(t, steps_done))
-        hparams = self._current_hparams()
+                group.update(self._shared_hparams.at(t, total_steps))
+        hparams = bounding_hparams(self.optimizer, self._params)
         loss = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
         # only now: a step that raised is no step, and a caller that catches the error is still in the same round
         self._hparams_of_steps.append(hparams)
+        if self.threshold_recorder is not None:
+            self._record_clipped(self.threshold_recorder, total_steps)
         return loss
+
+    def _record_clipped(self, recorder: GradientRecorder, total_steps: int) -> None:
+        """Record what a step clipped, from which thresholds that are "auto" follow."""
+        assert self._shared_hparams is not None
+        assert self._shared_hparams.auto_thresholds is not None
+        moving = [i for i, p in enumerate(self._params) if p.grad is not None]
+        params = [self._params[i] for i in moving]
+        grads = [as_real(local_tensor(p.grad)) for p in params if p.grad is not None]
+        if recorder.kind != "elements" and any(map(is_dtensor, params)):
+            norms = gradient_norms(params, grads, recorder.kind == "tensor norms")
+            recorder.add_norms(moving, norms if isinstance(norms, list) else [norms])
+            return
+        states = [self.optimizer.state[p] for p in params]
+        recorder.add(moving, clipped_by_step(grads, states, self._shared_hparams.auto_thresholds.momentum), total_steps)
 
     def bound(self, t: int, steps_before_round: int) -> Bound:
         """Return how far this node can have moved by its steps."""
@@ -115,26 +135,20 @@ class LocalRound:
             return Bound(None)
         if self._shared_hparams is not None:
             return self._shared_hparams.bound(t, steps_before_round, self.steps)
-        rule = RULES.get(type(self.optimizer))
-        return Bound(None) if rule is None else bound(rule, self._hparams_of_steps)
+        return inner_bound(self.optimizer, self._params, self._hparams_of_steps)
 
-    def _current_hparams(self) -> Hyperparameters:
-        """Return what the inner optimizer steps with now; a list has one entry per parameter, where groups differ."""
-        groups = self.optimizer.param_groups
-        hparams: dict[str, Any] = {}
-        for name in BOUNDING:
-            values = [group[name] for group in groups if name in group]
-            if len(values) < len(groups):
-                continue
-            if all(value is values[0] or value == values[0] for value in values[1:]):
-                hparams[name] = values[0]
-                continue
-            by_param = {id(p): value for group, value in zip(groups, values, strict=True) for p in group["params"]}
-            # an entry for every parameter that is exchanged, also for one that was frozen since
-            hparams[name] = [by_param.get(id(p), values[0]) for p in self._params]
-        hparams["bias_correction"] = True  # last: a checkpoint in the middle of a round keeps this order
-        # copies: torch's schedulers change a tensor learning rate in place
-        return {name: _copied(value) for name, value in hparams.items()}
+    def statement(self, bound: Bound, *, trained_digest: int, thresholds_digest: int, may_be_last: bool) -> Statement:
+        """Return what this node states about its steps; the arguments are those of `Statement`."""
+        return Statement(
+            steps=self.steps,
+            bound=bound,
+            loss=self.loss,
+            seconds=self.seconds,
+            trained_digest=trained_digest,
+            may_be_last=may_be_last,
+            thresholds_digest=thresholds_digest,
+            threshold_recorder=self.threshold_recorder,
+        )
 
     # what a checkpoint holds of it
 
@@ -147,7 +161,8 @@ class LocalRound:
 
     def saved_steps(self) -> dict[str, Any]:
         """Return the steps of a round that is under way."""
-        return {"inner_before": self._state_before, "done": run_length_encode(self._hparams_of_steps)}
+        recorded = {} if self.threshold_recorder is None else {"gradients": self.threshold_recorder.packed()}
+        return {"inner_before": self._state_before, "done": run_length_encode(self._hparams_of_steps), **recorded}
 
     def load_saved(self, saved: Mapping[str, Any], in_the_middle: bool) -> None:
         """Load what `saved_optimizer` and `saved_steps` returned."""
@@ -156,9 +171,5 @@ class LocalRound:
         if in_the_middle:
             self._state_before = saved.get("inner_before")
             self._hparams_of_steps = run_length_decode(saved["done"])
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return [_copied(entry) for entry in value] if isinstance(value, list) else value
+            if self.threshold_recorder is not None:
+                self.threshold_recorder.load(saved["gradients"])

@@ -206,7 +206,7 @@ class Membership:
 
     def _lose(self, text: str, cause: BaseException | None) -> None:
         lost = NodeLost(f"{text} Restart all nodes from the last checkpoint.")
-        self._process.schedule(lost, block(text, self.heartbeat.last_good()))
+        self._process.schedule(lost, block(text, self.heartbeat.last_checkpoint_sentence()))
         raise lost from cause
 
     # the end of this process
@@ -230,7 +230,7 @@ class Membership:
             text = self._store_gone(heartbeat.store_error)
         heartbeat.leave(TOLD_TO_END)
         told = f"This node was told to end (SIGTERM) {in_round(self.round)}; all other nodes showed signs of life."
-        return block(text or told, heartbeat.last_good())
+        return block(text or told, heartbeat.last_checkpoint_sentence())
 
     async def depart(self, error: BaseException | None = None) -> None:
         """Tell the others why this node ends; the process that serves the store stays until they need it no more."""

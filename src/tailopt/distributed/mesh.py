@@ -20,6 +20,14 @@ def local_tensor(p: Tensor) -> Tensor:
     return (p.to_local() if is_dtensor(p) else p).detach()
 
 
+def require_process_group() -> None:
+    """Raise where torch.distributed was not initialised."""
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "There are no other nodes: call torch.distributed.init_process_group() first, under torchrun."
+        )
+
+
 def node_group(mesh: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return the process group of the nodes; None stands for all processes."""
     if not isinstance(mesh, DeviceMesh):

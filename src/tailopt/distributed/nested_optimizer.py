@@ -17,29 +17,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from tailopt.algorithms import Algorithm
 from tailopt.arguments import check_counts, check_flags
-from tailopt.distributed.agreement import comparable, shape
+from tailopt.distributed.agreement import without_local_settings
 from tailopt.distributed.checkpointing import Resumed, all_excluded
 from tailopt.distributed.exchange import TrainedParametersDiffer
 from tailopt.distributed.gloo import GlooTransport
-from tailopt.distributed.header import PROTOCOL
+from tailopt.distributed.header import digest64
 from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.local_round import LocalRound
-from tailopt.distributed.mesh import local_tensor, node_group, rank_group
+from tailopt.distributed.mesh import node_group, rank_group, require_process_group
 from tailopt.distributed.node import Node
 from tailopt.distributed.node_records import NodeRecords, RecordOptions
-from tailopt.distributed.round_records import ExchangeReport, JudgingCriteria, Statement
+from tailopt.distributed.round_records import ExchangeReport, JudgingCriteria
 from tailopt.distributed.rule_optimizer import RuleOptimizer
-from tailopt.distributed.trained_parameters import TrainedParameters, named_parameters
-from tailopt.engines.model_state import Buffers, as_real
+from tailopt.distributed.trained_parameters import TrainedParameters, described_sizes, named_parameters
+from tailopt.engines.model_state import Buffers
 from tailopt.engines.simulate import algorithm_config
 from tailopt.records.run_config import storable
 from tailopt.rounds import robust
+from tailopt.rounds.auto_thresholds import RoundThresholds
 from tailopt.rounds.drops import DROPPED
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.hyperparameters import AlgorithmHyperparameters, outer_hyperparameters
@@ -154,11 +154,13 @@ class NestedOptimizer(Optimizer):
         )
         check_flags(exact=exact)
         check_weight(weight, dist.get_rank() if dist.is_initialized() else 0)
-        _require_process_group()
+        require_process_group()
         self.optimizer, self._algorithm, self._shared_hparams = optimizer, algorithm, settings
         names, params = named_parameters(optimizer, model)
         shared = None if settings is None else settings.outer
         self._outer = shared or outer_hyperparameters(outer, outer_settings or {}, names)
+        inner_thresholds = None if settings is None else settings.inner.auto_thresholds
+        self._thresholds = RoundThresholds(inner_thresholds, self._outer.auto_thresholds)
         group = node_group(mesh)
         rank_group(group, params)  # before anybody is asked: the ranks of a node have nothing to agree on
         transport = GlooTransport.of(group, timeout, stall_timeout)
@@ -166,10 +168,10 @@ class NestedOptimizer(Optimizer):
         policy = replace(policy, nodes=transport.nodes)
         self._peers = transport.peers
         if self._peers is not None:  # before the first exchange: gloo ends the process where sizes differ
-            self._peers.agree({**_shapes(names, params, buffers), **self._facts(policy, options)}, exact)
+            self._peers.agree({**described_sizes(names, params, buffers), **self._facts(policy, options)}, exact)
         weights = blocking(transport.gather(torch.tensor([float(weight)], dtype=torch.float64))).reshape(-1).tolist()
         self._policy = replace(policy, weights=tuple(weights))
-        self.node = Node(transport, names, params, buffers, average)
+        self.node = Node(transport, names, params, buffers, average, self._thresholds)
         self._begin_run(model, options)
 
     def _begin_run(self, model: torch.nn.Module | None, options: RecordOptions) -> None:
@@ -188,19 +190,19 @@ class NestedOptimizer(Optimizer):
         node.start()
         self._records.open({**self._config(), **policy.as_config()})
         if self._peers is not None:
-            self._peers.can_go_on_from(self._records.last_good)
+            self._peers.set_checkpoint_sentence(self._records.last_checkpoint_sentence)
         in_the_middle = self._records.resume_or_start()
         for row in self.history:
             self._note_diverged(row)
         self._diverged &= set(range(min(node.nodes, self._records.writers)))  # the others start from the global weights
-        if self._send_preconditioner and node.round:
+        if self._send_second_moment and node.round:
             node.gather_second_moment()
         self._records.watch_inputs(model, in_the_middle)
         if in_the_middle:
             self._records.watch_first_batch()
         else:
             self._await_own_round()
-        self._records.started()
+        self._records.allow_extra()
 
     def _facts(self, policy: RoundPolicy, options: RecordOptions) -> dict[str, Any]:
         """Return what must be the same on all nodes."""
@@ -211,12 +213,13 @@ class NestedOptimizer(Optimizer):
             "algorithm": algorithm.name if algorithm is not None else f"{type(self.optimizer).__name__} inside",
             "outer": {"rule": self._outer.rule.name, **self._outer.at(1)},
             "inner": groups if shared is None else shared.inner.at(1),
-            "send_preconditioner": self._send_preconditioner,
+            "send_preconditioner": self._send_second_moment,
+            "thresholds": self._thresholds.settings(),
             "schedules": {} if shared is None else shared.sampled_schedules(policy.rounds, policy.local_steps or 0),
             **policy.as_facts(),
             "checkpoint_every": None if options.folder is None else options.checkpoint_every,
             "resume": options.resume,
-            "configuration": comparable(options.describe),
+            "configuration": without_local_settings(options.describe),
         }
 
     def _config(self) -> dict[str, Any]:
@@ -286,7 +289,7 @@ class NestedOptimizer(Optimizer):
             self._peers.check()
         if self._shared_hparams is None:
             self._records.warn_if_rates_not_restored()
-        loss = self._local_round.step(t, self.taken, closure)
+        loss = self._local_round.step(t, self.total_steps, closure)
         if self._local_round.steps >= self.local_steps:
             self._close_round()
             self._await_own_round()
@@ -303,9 +306,9 @@ class NestedOptimizer(Optimizer):
             self._await_own_round()
 
     @property
-    def taken(self) -> int:
+    def total_steps(self) -> int:
         """Local steps that this node has taken over the whole run."""
-        return self._records.steps_done[self.node.number] + self._local_round.steps
+        return self._records.steps_before_round[self.node.number] + self._local_round.steps
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -318,12 +321,17 @@ class NestedOptimizer(Optimizer):
         return self._records.resumed
 
     @property
+    def thresholds(self) -> tuple[str, ...]:
+        """What "auto" has chosen, a line for each level; empty during calibration."""
+        return self._thresholds.choices
+
+    @property
     def finished(self) -> bool:
         """Whether all `rounds` are done; never, where their number was not given."""
         return self.rounds is not None and self.node.round >= self.rounds
 
     @property
-    def _send_preconditioner(self) -> bool | str:
+    def _send_second_moment(self) -> bool | str:
         return False if self._algorithm is None else self._algorithm.send_preconditioner
 
     # rounds
@@ -341,9 +349,9 @@ class NestedOptimizer(Optimizer):
 
     def _clear_round(self) -> None:
         states = None
-        if self._send_preconditioner and self.node.round:
-            # raw: the algorithm turns off the correction of the second moment, so Adam counts its steps from 0
-            states = self.node.preconditioned_states(0 if self._send_preconditioner == "raw" else self.node.round)
+        if self._send_second_moment and self.node.round:
+            # "raw": the algorithm turns off the correction of the second moment, so Adam counts its steps from 0
+            states = self.node.states_with_second_moment(0 if self._send_second_moment == "raw" else self.node.round)
         self._local_round.clear(states)
 
     def _close_round(self, last: bool = False) -> None:
@@ -355,14 +363,18 @@ class NestedOptimizer(Optimizer):
         if self._peers is not None:
             self._peers.report_position(t, local.steps)
         self._records.warn_if_data_restart(t)
-        bound = local.bound(t, self._records.steps_done[self.node.number]) if policy.guard else Bound(None)
-        digest = self._trained.digest()
-        statement = Statement(local.steps, bound, local.loss, local.seconds, digest, last or t == self.rounds)
+        bound = local.bound(t, self._records.steps_before_round[self.node.number]) if policy.guard else Bound(None)
+        statement = local.statement(
+            bound,
+            trained_digest=self._trained.digest(),
+            thresholds_digest=digest64(self._thresholds.state_bytes()),
+            may_be_last=last or t == self.rounds,
+        )
         expected = None if self._shared_hparams is None else functools.partial(self._bound_by_shared_hparams, t)
         criteria = JudgingCriteria(policy.guard, expected, self._diverged, self.local_steps, policy.robust_mean)
         try:
             report = self.node.close_round(
-                policy.draw(t), statement, criteria, self._outer, policy, bool(self._send_preconditioner)
+                policy.draw(t), statement, criteria, self._outer, policy, bool(self._send_second_moment)
             )
         except EveryoneExcluded as error:
             raise all_excluded(error, self._records.coordinator) from None
@@ -373,13 +385,17 @@ class NestedOptimizer(Optimizer):
     def _record_round(self, report: ExchangeReport) -> None:
         settlement = report.settlement
         for node, steps in settlement.steps.items():
-            self._records.steps_done[node] += steps
+            self._records.steps_before_round[node] += steps
         if self.node.number in {e.node for e in settlement.excluded if e.reason != DROPPED}:
             self._local_round.undo()
-        row = settlement.history_row(metrics={}, statistics={})
+        row = {**settlement.history_row(metrics={}, statistics={}), **self._thresholds.history_entry()}
+        lines = self._thresholds.update_from(settlement, report.threshold_statistics, report.outer_step)
         self.history.append(row)
         self._note_diverged(row)
-        self._warn_about(report)
+        self._warn_about(report, [line for line in lines if line not in self.thresholds])
+        for line in self.thresholds:
+            if line in lines:
+                self._records.log(line)
         self._trained.refuse_unsynchronised(settlement.round)
         for logger in self._records.options.loggers:
             logger(row)
@@ -390,9 +406,9 @@ class NestedOptimizer(Optimizer):
         assert self._shared_hparams is not None
         if not self._policy.guard:
             return Bound(None)
-        return self._shared_hparams.inner.bound(t, self._records.steps_done[node], steps)
+        return self._shared_hparams.inner.bound(t, self._records.steps_before_round[node], steps)
 
-    def _warn_about(self, report: ExchangeReport) -> None:
+    def _warn_about(self, report: ExchangeReport, about_thresholds: Sequence[str]) -> None:
         """Warn about nodes that do not count in a round, and once about each node that differs from the others."""
         settlement = report.settlement
         texts = [f"Round {settlement.round} goes on without {e}." for e in settlement.excluded if e.reason != DROPPED]
@@ -400,14 +416,14 @@ class NestedOptimizer(Optimizer):
             if node not in self._warned_about:
                 self._warned_about.add(node)
                 texts.append(text)
-        texts += report.reloads
+        texts += [*report.reloads, *about_thresholds]
         for text in texts:
             warnings.warn(text, UserWarning, stacklevel=5)
             self._records.log(text)
 
     def _note_diverged(self, row: Mapping[str, Any]) -> None:
         """Note which nodes continue from their own weights: on every node, since the guard has no bound for them."""
-        if self._policy.keeps_local_weights:
+        if self._policy.dropped_nodes_diverge:
             lost = {e["node"] for e in row["excluded"] if e["reason"] == DROPPED}
             self._diverged = (self._diverged - set(row["participants"])) | lost
 
@@ -432,19 +448,3 @@ class NestedOptimizer(Optimizer):
                 "the optimizer is built."
             )
         return self._records.save(self._local_round.steps, extra)
-
-
-def _shapes(names: Sequence[str], params: Sequence[Tensor], buffers: Buffers | None) -> dict[str, Any]:
-    """Return what must fit before a byte is exchanged: the protocol, and the sizes of everything."""
-    return {
-        "protocol": PROTOCOL,
-        "parameters": [f"{n}: {shape(as_real(local_tensor(p)))}" for n, p in zip(names, params, strict=True)],
-        "buffers": [f"{name}: {shape(b)}" for name, b in buffers.tensors().items()] if buffers else [],
-    }
-
-
-def _require_process_group() -> None:
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "There are no other nodes: call torch.distributed.init_process_group() first, under torchrun."
-        )

@@ -16,7 +16,9 @@ from tailopt.distributed.mesh import local_tensor, rank_group
 from tailopt.distributed.round_records import ExchangeReport, JudgingCriteria, Statement
 from tailopt.distributed.weight_sync import AT_FAULT, other_weights
 from tailopt.engines.model_state import Buffers, as_real
+from tailopt.rounds.auto_thresholds import NO_AUTO_THRESHOLDS, RoundThresholds
 from tailopt.rounds.drops import DROPPED
+from tailopt.rounds.gradient_statistics import GradientRecorder
 from tailopt.rounds.hyperparameters import RuleHyperparameters
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.policy import RoundPolicy
@@ -38,6 +40,7 @@ class Node:
         round: the number of completed rounds.
         diverged_state: where this node continues, if not from the global weights.
         second_moment: the outer second moment, where the algorithm sends it to the nodes.
+        thresholds: those of the coming round that are "auto".
     """
 
     def __init__(
@@ -47,7 +50,9 @@ class Node:
         params: Sequence[Tensor],
         buffers: Buffers | None,
         average: bool = False,
+        thresholds: RoundThresholds = NO_AUTO_THRESHOLDS,
     ) -> None:
+        self.thresholds = thresholds
         self.params = list(params)
         self.buffers = buffers
         self._plain = not any(is_dtensor(p) or p.is_complex() for p in self.params)
@@ -97,7 +102,7 @@ class Node:
     def restart(self) -> None:
         """Begin with global weights that no outer step made: node 0's, or those of a checkpoint."""
         self.load()
-        self.exchange.restart(self.x)
+        self.exchange.reset_sent_digest(self.x)
 
     @torch.no_grad()
     def load(self) -> None:
@@ -158,11 +163,12 @@ class Node:
         report, mean_buffers = blocking(closed)
         if takes_part:
             lost = any(e.node == self.number and e.reason == DROPPED for e in report.settlement.excluded)
-            self.diverged_state = self._copy_state() if lost and policy.keeps_local_weights else None
+            self.diverged_state = self._copy_state() if lost and policy.dropped_nodes_diverge else None
         if report.settlement.counted_shares:  # where nothing arrived, nothing moves
             blocking(
                 exchange.take_outer_step(self.x, self.outer_state, outer.rule, outer.at(t), policy.projection_radius)
             )
+        self._gather_statistics(report, statement.threshold_recorder, policy)
         if send_second_moment:
             self.gather_second_moment()
         self.round = t
@@ -174,6 +180,17 @@ class Node:
         if report.may_be_last:
             report.reloads = self.confirm_weights(policy.guard)
         return report
+
+    def _gather_statistics(
+        self, report: ExchangeReport, recorder: GradientRecorder | None, policy: RoundPolicy
+    ) -> None:
+        """Gather what thresholds that are "auto" follow."""
+        statistics, outer = self.exchange.statistics, self.thresholds.outer
+        if recorder is not None:
+            by_node = blocking(statistics.of_gradients(recorder, policy.local_steps or 0))
+            report.threshold_statistics = dict(enumerate(by_node))
+        if outer is not None and report.settlement.counted_shares:
+            report.outer_step = blocking(statistics.of_outer_step(self.exchange.mean, self.outer_state, outer))
 
     def _copy_state(self) -> DivergedState:
         buffers = {name: b.clone() for name, b in self.buffers.tensors().items()} if self.buffers else {}
@@ -193,10 +210,10 @@ class Node:
         for part, state in zip(self.exchange.partition.views(flat), self.outer_state, strict=True):
             if "exp_avg_sq" in state:
                 part.copy_(state["exp_avg_sq"])
-        blocking(self.exchange.share_verified(flat))
+        blocking(self.exchange.all_gather_verified(flat))
         self.second_moment = flat
 
-    def preconditioned_states(self, adam_step: int) -> list[State]:
+    def states_with_second_moment(self, adam_step: int) -> list[State]:
         """Return the state of an inner Adam that starts with the outer second moment, after so many steps of Adam."""
         assert self.second_moment is not None
         moments = self.exchange.layout.views(self.second_moment, self.exchange.shapes)

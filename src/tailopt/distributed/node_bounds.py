@@ -38,8 +38,8 @@ class NodeBounds:
 
 
 @dataclass(frozen=True)
-class Members:
-    """The nodes of a round.
+class RoundHeaders:
+    """The headers of a round, and what follows from them about its participants.
 
     Args:
         t: the round.
@@ -67,7 +67,7 @@ class Members:
 
 
 async def agreed_bounds(
-    members: Members,
+    round_headers: RoundHeaders,
     expected_bound: Callable[[int, int], Bound],
     this_bound: Bound,
     tensors: int,
@@ -76,17 +76,17 @@ async def agreed_bounds(
     """Bounds from agreed settings.
 
     Args:
-        members: the nodes of the round.
+        round_headers: of the round, with its participants.
         expected_bound: (node, steps) -> its bound.
         this_bound: this node's, as its header states it.
         tensors: how many there are.
         gather: every node's tensor, stacked; called on all nodes or on none.
     """
-    headers, bounded = members.headers, members.bounded
-    warnings_by_node = _step_warnings(members)
+    headers, bounded, diverged = round_headers.headers, round_headers.bounded, round_headers.diverged
+    warnings_by_node = _step_warnings(round_headers)
     by_node = {
-        node: Bound(None) if node in members.diverged else expected_bound(node, members.plausible_steps(node))
-        for node in members.participants
+        node: Bound(None) if node in diverged else expected_bound(node, round_headers.plausible_steps(node))
+        for node in round_headers.participants
     }
     digests = {id(bound): digest_of_bound(bound) for bound in by_node.values()}  # most nodes share one
     wrong = {node for node in bounded if headers[node].bound_digest != digests[id(by_node[node])]}
@@ -107,23 +107,23 @@ def _close(stated: Sequence[float], expected: Sequence[float]) -> bool:
 
 
 async def stated_bounds(
-    members: Members, this_bound: Bound, names: Sequence[str], gather: Callable[[Tensor], Awaitable[Tensor]]
+    round_headers: RoundHeaders, this_bound: Bound, names: Sequence[str], gather: Callable[[Tensor], Awaitable[Tensor]]
 ) -> NodeBounds:
     """Bounds as the nodes state them.
 
     Args:
-        members: the nodes of the round.
+        round_headers: of the round, with its participants.
         this_bound: this node's.
         names: of all tensors.
         gather: every node's tensor, stacked; called on all nodes or on none.
     """
-    headers, bounded, participants = members.headers, members.bounded, members.participants
-    warnings_by_node = _step_warnings(members)
+    headers, bounded, participants = round_headers.headers, round_headers.bounded, round_headers.participants
+    warnings_by_node = _step_warnings(round_headers)
     digests = {headers[node].bound_digest for node in bounded}
     # a node that does not take part, or is diverged, may have another bound than the others: it needs to hear theirs
     if len({headers[node].bound_digest for node in participants}) <= 1 and len(participants) == len(headers):
         return NodeBounds(
-            {node: Bound(None) if node in members.diverged else this_bound for node in participants},
+            {node: Bound(None) if node in round_headers.diverged else this_bound for node in participants},
             warnings_by_node=warnings_by_node,
         )
     if digests <= {digest_of_bound(Bound(None))}:  # nothing bounds these optimizers
@@ -134,9 +134,9 @@ async def stated_bounds(
     for node, (i, value) in _other_coefficients(rows, headers, bounded, medians).items():
         warnings_by_node.setdefault(
             node,
-            f"Node {node} steps with other settings: in round {members.t} one local step moves {names[i % len(names)]} "
-            f"by up to {value:.3g} there, and {medians[i]:.3g} is the lower median of all nodes. Each node is judged "
-            f"by its own settings, up to {CAP:g} times the median.",
+            f"Node {node} steps with other settings: in round {round_headers.t} one local step moves "
+            f"{names[i % len(names)]} by up to {value:.3g} there, and {medians[i]:.3g} is the lower median of all "
+            f"nodes. Each node is judged by its own settings, up to {CAP:g} times the median.",
         )
     return NodeBounds({node: capped.get(node, Bound(None)) for node in participants}, warnings_by_node=warnings_by_node)
 
@@ -174,7 +174,8 @@ def cap(rows: Mapping[int, Sequence[float]], steps: Mapping[int, int]) -> tuple[
         slopes: Any = least[tensors:]
         if _KINDS[kind] == "norm":  # one number for all tensors, as the nodes stated it
             constants, slopes = max(constants), max(slopes)
-        unbounded = any(math.isinf(value) for value in least)
+        # one group of parameters may be unbounded: the guard takes an infinite coefficient for its tensors
+        unbounded = all(math.isinf(value) for value in least[:tensors])
         capped[node] = Bound(None) if unbounded else Bound(_KINDS[kind], constants, slopes, steps[node])
     return capped, medians
 
@@ -193,15 +194,15 @@ def _other_coefficients(
     return differing
 
 
-def _step_warnings(members: Members) -> dict[int, str]:
+def _step_warnings(round_headers: RoundHeaders) -> dict[int, str]:
     """Remarks about nodes that took another number of local steps than most."""
-    steps = {node: members.headers[node].steps for node in members.participants}
+    steps = {node: round_headers.headers[node].steps for node in round_headers.participants}
     counts = Counter(steps.values())
     if len(counts) <= 1:
         return {}
     usual = min(counts, key=lambda taken: (-counts[taken], -taken))
     return {
-        node: f"Node {node} took {taken} local steps in round {members.t}, where {usual} are usual. Call "
+        node: f"Node {node} took {taken} local steps in round {round_headers.t}, where {usual} are usual. Call "
         "synchronize() on all nodes after the same step, or give every node its own weight."
         for node, taken in steps.items()
         if taken != usual

@@ -68,18 +68,20 @@ class NodeRecords:
         guard: whether weights that are not finite end the run before they are written.
 
     Attributes:
-        steps_done: local steps of every node, before this round.
+        steps_before_round: local steps of every node, over all completed rounds.
         history: a row per round.
         resumed: where the run continued, or None.
     """
 
     def __init__(self, options: RecordOptions, node: Node, local_round: LocalRound, guard: bool) -> None:
         self.options, self._node, self._local_round = options, node, local_round
-        self.steps_done = [0] * node.nodes
+        self.steps_before_round = [0] * node.nodes
         self.history: list[dict[str, Any]] = []
         self.resumed: Resumed | None = None
         self.writers = node.nodes  # that wrote the checkpoint from which this run continued
-        self._resumed_extra: dict[str, Any] | None = {}  # stands for `extra` until the user's program can return it
+        # Checkpoints hold this in place of what `extra()` returns: the user's function cannot be called before
+        # `allow_extra`, since the program has not restored what it reads. None from then on.
+        self._resumed_extra: dict[str, Any] | None = {}
         self._rates: Rates | None = None
         self._inputs: FirstInputs | None = None
         self._first_inputs: list[int] = []
@@ -89,12 +91,12 @@ class NodeRecords:
             self._coordinator = CheckpointCoordinator(ranks, Path(options.folder), options.keep, guard)
 
     @property
-    def last_good(self) -> Callable[[], str]:
-        """A function for the last words: where the run can go on from. It keeps no folder open."""
+    def last_checkpoint_sentence(self) -> Callable[[], str]:
+        """A function that returns a sentence about where the run can go on from. It keeps no folder open."""
         if self._coordinator is None:
             return lambda: NO_RUN_FOLDER
         known = weakref.ref(self._coordinator)
-        return lambda: now.last_good() if (now := known()) is not None else ""
+        return lambda: now.last_checkpoint_sentence() if (now := known()) is not None else ""
 
     @property
     def coordinator(self) -> CheckpointCoordinator | None:
@@ -118,7 +120,7 @@ class NodeRecords:
         nodes, step, self.writers = self._node.nodes, snapshot.step or 0, int(snapshot.meta["writers"])
         saved = restore(snapshot, self._node)
         self._node.restart()
-        self.steps_done = [*snapshot.meta["taken"], *[0] * nodes][:nodes]
+        self.steps_before_round = [*snapshot.meta["taken"], *[0] * nodes][:nodes]
         self.history = self._coordinator.history(self._node.round)
         if saved is not None:
             self._load_local(saved, step)
@@ -133,8 +135,8 @@ class NodeRecords:
         if model is not None and self._coordinator is not None:
             self._inputs = FirstInputs(model, self._first_inputs, self.resumed is not None, in_the_middle)
 
-    def started(self) -> None:
-        """The user's program continues from here: `extra` can be called."""
+    def allow_extra(self) -> None:
+        """Let checkpoints call the user's `extra` from now on: the program that it reads continues from here."""
         self._resumed_extra = None
 
     def watch_first_batch(self) -> None:
@@ -167,7 +169,7 @@ class NodeRecords:
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> bool:
         """Write a checkpoint with all nodes, `step` local steps into the next round; returns whether it was written."""
         assert self._coordinator is not None
-        return self._coordinator.save(self._node, step, lambda: self._saved_local(step, extra), self.steps_done)
+        return self._coordinator.save(self._node, step, lambda: self._saved_local(step, extra), self.steps_before_round)
 
     def _saved_local(self, step: int, extra: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return what a checkpoint holds of this node alone; in the middle of a round that is more."""
@@ -183,6 +185,7 @@ class NodeRecords:
             "first_inputs": self._inputs.first if self._inputs is not None else self._first_inputs,
         }
         if node.diverged_state is not None:
+            # the weights from which a diverged node continues; the global ones are in the shared part
             saved["own"] = {"weights": node.diverged_state.weights, "buffers": node.diverged_state.buffers}
         if step:
             saved |= self._local_round.saved_steps()

@@ -81,12 +81,13 @@ def outer_step(
     if not names or any(name not in state for state in states for name in names):
         rule.step(weights, [negated(i, d, slice(0, d.numel())) for i, d in enumerate(means)], states, hparams, cache)
         return
-    for i, (x, mean, state) in enumerate(zip(weights, means, states, strict=True)):
-        of_segment = {key: value_for_param(value, i) for key, value in hparams.items()}
-        counters = {key: value for key, value in state.items() if key not in names}
+    for segment, (x, mean, state) in enumerate(zip(weights, means, states, strict=True)):
+        # a list has one entry per segment here, where other callers have one per parameter
+        of_segment = {key: value_for_param(value, segment) for key, value in hparams.items()}
+        scalars = {key: value for key, value in state.items() if key not in names}
         for k in range(0, max(x.numel(), 1), PIECE):
             cut = slice(k, k + PIECE)
-            piece = {**counters, **{name: state[name][cut] for name in names}}
+            piece = {**scalars, **{name: state[name][cut] for name in names}}
             of_piece = {key: v[cut] if isinstance(v, Tensor) and v.dim() else v for key, v in of_segment.items()}
-            rule.step([x[cut]], [negated(i, mean, cut)], [piece], of_piece)
-        state.update({key: piece[key] for key in counters})  # the tensors were changed in place
+            rule.step([x[cut]], [negated(segment, mean, cut)], [piece], of_piece)
+        state.update({key: piece[key] for key in scalars})  # the tensors were changed in place

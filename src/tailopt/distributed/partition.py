@@ -49,14 +49,14 @@ class Partition:
         """The segments of this partition in a flat buffer."""
         return [flat[s.start : s.stop] for s in self.segments]
 
-    def by_tensor(self, buffer: Tensor) -> list[Tensor]:
+    def segment_views(self, buffer: Tensor) -> list[Tensor]:
         """The segments in a buffer that has this partition alone."""
         return [buffer[start : start + count] for start, count in self.segment_ranges]
 
     def block_sums(self, buffer: Tensor) -> Tensor:
         """The sum of squares of each block of this partition, padded to the length of the longest partition."""
         padded = torch.zeros(max(map(len, self._blocks)), dtype=torch.float64)
-        sums = [(block.double() ** 2).sum() for part in self.by_tensor(buffer) for block in part.split(BLOCK)]
+        sums = [(block.double() ** 2).sum() for part in self.segment_views(buffer) for block in part.split(BLOCK)]
         if sums:
             torch.stack(sums, out=padded[: len(sums)])
         return padded
@@ -75,8 +75,8 @@ class Partition:
         for key, value in hparams.items():
             if isinstance(value, list):
                 value = [self._of_segment(value[s.tensor], s) for s in self.segments]
-            elif isinstance(value, Tensor) and value.dim():
-                value = [self._of_segment(value, s) for s in self.segments]
+            elif isinstance(value, Tensor):
+                value = [self._of_segment(value, s) for s in self.segments] if value.dim() else value.to("cpu")
             by_segment[key] = value
         return by_segment
 
@@ -84,13 +84,15 @@ class Partition:
         """A bound by coordinate, with coefficients for each segment; none for a norm, which needs all parts."""
         if limit.kind != "coordinate":
             return Bound(None)
-        a, c = (self.hparams_by_segment({"value": value})["value"] for value in (limit.constant, limit.slope))
-        return Bound(limit.kind, a, c, limit.steps)
+        coefficients = {"constant": limit.constant, "slope": limit.slope}
+        return Bound(limit.kind, steps=limit.steps, **self.hparams_by_segment(coefficients))
 
     def _of_segment(self, value: Any, s: Segment) -> Any:
-        """A threshold that broadcasts against a tensor, as the part of it that belongs to a segment."""
-        if not isinstance(value, Tensor) or not value.dim():
+        """A value that broadcasts against a tensor, as the part of it that belongs to a segment, on the CPU."""
+        if not isinstance(value, Tensor):
             return value
+        if not value.dim():
+            return value.to("cpu")
         if s.tensor in self.sharded:
             value = local_part(value, self._params[s.tensor])
         return value.expand(self.shapes[s.tensor]).reshape(-1)[s.offset : s.offset + s.count].to("cpu")

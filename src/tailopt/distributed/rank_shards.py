@@ -37,15 +37,19 @@ class RankShards:
             return None
         return sum(layout.sizes[tensor] for layout in self._layouts[: self.transport.node])
 
-    def sums(self, by_tensor: Sequence[float]) -> list[float]:
-        """A sum for every tensor, over all ranks in rank order."""
-        rows = blocking(self.transport.gather(torch.tensor(by_tensor, dtype=torch.float64))).tolist()
+    def sum_over_ranks(self, sums_by_tensor: Sequence[float]) -> list[float]:
+        """A sum for every tensor, from those of all ranks, added in rank order."""
+        rows = blocking(self.transport.gather(torch.tensor(sums_by_tensor, dtype=torch.float64))).tolist()
         return [
             sequential_sum(column) if i in self._sharded else column[0]
             for i, column in enumerate(zip(*rows, strict=True))
         ]
 
-    def tensors(self, flat: Tensor) -> list[list[Tensor]]:
+    def gather(self, mine: Tensor) -> Tensor:
+        """A small tensor of every rank, stacked in rank order."""
+        return blocking(self.transport.gather(mine))
+
+    def gather_parts(self, flat: Tensor) -> list[list[Tensor]]:
         """Every tensor of a flat buffer, as the parts of all ranks."""
         padded = flat.new_zeros(max(layout.total for layout in self._layouts))
         padded[: flat.numel()] = flat

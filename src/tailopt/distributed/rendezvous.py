@@ -62,15 +62,17 @@ def connect(timeout: float = 60.0, backend: str = "gloo", interface: str | None 
     whole = _open_store(host, port, serves, timeout, interface)
     calls, clock = TorchStore(whole.clone()).under("roll call"), SystemClock()  # a connection that nobody else blocks
 
+    owner = store_owner(whole)
+
     async def come() -> tuple[TorchStore, int]:
         turn = await incarnation(calls, rank, *this_process())
-        await roll_call(calls.under(f"{turn}"), clock, rank, nodes, timeout)
+        await roll_call(calls.under(f"{turn}"), clock, rank, nodes, timeout, owner)
         return calls.under(f"{turn}"), turn
 
     comm = CommThread()
     try:
         came = comm.start(lambda _: blocking(come()))
-        call, turn = blocking(answered(came, timeout + 2 * GATHER_S, store_owner(whole), rank))
+        call, turn = blocking(answered(came, timeout + 2 * GATHER_S, owner, rank))
         comm.stop()
     except RuntimeError as error:
         if isinstance(error, NodeLost | Disagreement):

@@ -70,12 +70,14 @@ class FirstInputs:
         self._first = list(first)  # of the first two rounds in which this node took part
         self._resumed = resumed
         self._known = in_the_middle  # whether the first inputs of this round were looked at before the resume
+        self._in_own_round = False
         self._armed = False
         self._pending: Tensor | None = None  # a digest that has not been read yet
         self._handle: Any = model.register_forward_pre_hook(self._look, with_kwargs=True)
 
     def begin(self) -> None:
         """A round of this node begins."""
+        self._in_own_round = True
         self._armed = self._handle is not None
 
     @property
@@ -86,10 +88,10 @@ class FirstInputs:
         return [*self._first, int(self._pending)]
 
     def end(self, t: int) -> None:
-        """Read what was looked at in a round."""
-        if self._handle is None:
+        """Read what was looked at in a round; in a round of other nodes there was nothing to look at."""
+        if self._handle is None or not self._in_own_round:
             return
-        self._armed = False
+        self._in_own_round, self._armed = False, False
         digest = int(self._pending) if self._pending is not None else None
         first, self._first = self._first, self.first
         if digest is not None and self._resumed and len(first) == 2 and first[0] != first[1] and digest == first[0]:

@@ -43,7 +43,7 @@ async def answered(call: Call, seconds: float, store_owner: StoreOwner, node: in
     return call.value
 
 
-async def roll_call(store: Store, clock: Clock, node: int, nodes: int, timeout: float) -> None:
+async def roll_call(store: Store, clock: Clock, node: int, nodes: int, timeout: float, store_owner: StoreOwner) -> None:
     """Wait until all nodes are here; a node that was started for another number of nodes ends it for all."""
     first, count = json.loads(await store.compare_set("size", json.dumps([node, nodes])))
     if count != nodes:
@@ -65,7 +65,7 @@ async def roll_call(store: Store, clock: Clock, node: int, nodes: int, timeout: 
 
     missing = await await_nodes(store, clock, "here", nodes, timeout, look)
     if missing:
-        await give_up(store, absent_nodes(missing, node, nodes, timeout))
+        await give_up(store, absent_nodes(missing, node, nodes, timeout, store_owner))
 
 
 async def await_nodes(
@@ -139,10 +139,13 @@ async def await_keys(store: Store, clock: Clock, prefix: str, nodes: Sequence[in
         pause = min(2 * pause, PAUSE_S)
 
 
-def absent_nodes(missing: Sequence[int], node: int, nodes: int, timeout: float) -> str:
+def absent_nodes(missing: Sequence[int], node: int, nodes: int, timeout: float, store_owner: StoreOwner) -> str:
     """The sentence of a node about others that did not come."""
-    # a node that is cut off itself sees nobody else come
+    # A node that is cut off itself sees nobody else come. Where the process that serves the store stood still, nodes
+    # that waited for its answer have given it up, and are missing when it goes on.
+    serves = store_owner.node not in (None, node)
+    where = f"node {node}, and of node {store_owner.node}, which serves the store" if serves else f"node {node}"
     return (
         f"Only {nodes - len(missing)} of {nodes} nodes came within {timeout:g} s; missing: {named(missing)}. "
-        f"Start all of them, check the network of node {node}, or lower the number of nodes."
+        f"Start all of them, check the network of {where}, or lower the number of nodes."
     )

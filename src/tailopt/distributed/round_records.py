@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from tailopt.rounds.gradient_statistics import GradientRecorder
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.robust import Aggregate
 from tailopt.rounds.settle import Settlement
+from tailopt.thresholds import Statistics
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ class Statement:
         seconds: that they took.
         trained_digest: a digest of which parameters it trains.
         may_be_last: whether this may be the last round: the new weights are then compared at once.
+        thresholds_digest: a digest of the thresholds that are "auto".
+        threshold_recorder: of what its steps clipped, for such thresholds inside; None where there are none.
     """
 
     steps: int = 0
@@ -30,6 +34,8 @@ class Statement:
     seconds: float = 0.0
     trained_digest: int = 0
     may_be_last: bool = False
+    thresholds_digest: int = 0
+    threshold_recorder: GradientRecorder | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,8 @@ class ExchangeReport:
         warnings_by_node: a sentence about every node that differs from the others.
         may_be_last: whether this may be the last round.
         reloads: sentences about weights that a node had to load again.
+        threshold_statistics: of every node's gradients, for thresholds inside that are "auto".
+        outer_step: statistics of what the outer step clipped, for thresholds outside that are.
     """
 
     settlement: Settlement
@@ -68,3 +76,5 @@ class ExchangeReport:
     warnings_by_node: dict[int, str]
     may_be_last: bool
     reloads: list[str] = field(default_factory=list)
+    threshold_statistics: dict[int, list[Statistics]] = field(default_factory=dict)
+    outer_step: list[Statistics] = field(default_factory=list)

@@ -54,7 +54,7 @@ class RuleOptimizer(Optimizer):
         if any(map(is_dtensor, params)):
             hparams = {name: _local_entries(value, params) for name, value in hparams.items()}
             if self.rule.needs_norm:
-                hparams["norm"] = _norms(params, grads, hparams.get("scope") == "tensor")
+                hparams["norm"] = gradient_norms(params, grads, hparams.get("scope") == "tensor")
         self.rule.step(local, grads, [self.state[p] for p in params], hparams, cache)
 
 
@@ -73,7 +73,7 @@ def _local_entries(value: Any, params: Sequence[Tensor]) -> Any:
     return [local_part(v, p) if c else v for v, p, c in zip(value, params, cut, strict=True)]
 
 
-def _norms(params: Sequence[Tensor], grads: Sequence[Tensor], per_tensor: bool) -> float | list[float]:
+def gradient_norms(params: Sequence[Tensor], grads: Sequence[Tensor], per_tensor: bool) -> float | list[float]:
     """Return the norm of a gradient of which this rank has a shard, or the norm of each of its tensors."""
     sums = torch.tensor([sum_of_squares(g) for g in grads], dtype=torch.float64)
     for groups, members in positions_by_process_groups(params).items():

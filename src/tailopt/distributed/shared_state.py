@@ -18,10 +18,11 @@ from tailopt.clipping.dtensor import is_dtensor
 from tailopt.distributed.rank_group import RankGroup
 from tailopt.records import checkpoints
 from tailopt.records.checkpoints import Snapshot
-from tailopt.records.collective import ElementRange
 from tailopt.records.history import child_path, decode
 from tailopt.records.model_check import ModelLayout, TensorSpec, check_same_model
+from tailopt.records.multi_writer import ElementRange
 from tailopt.records.pytree import pack, tensor_names, unpack
+from tailopt.rounds.auto_thresholds import checked_state
 from tailopt.rules.torch_optim import GROUP
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ def merged_meta(
             "average": tensors("average", names) if average else None,
         },
         "single": sorted({key for part in parts for key in part["single"]}),
+        # by number of the rank: its own state, and the whole shapes of the tensors in it that are sharded
         "nodes": {str(k): part["own"] for k, part in enumerate(parts)},
         "cut": {str(k): part["cut"] for k, part in enumerate(parts)},
     }
@@ -141,6 +143,7 @@ def read(path: Path, node: Node) -> Snapshot:
     ranks = RankGroup(transport, exchange.rank_transport)
     body = checkpoints.read_manifest(path)
     meta = decode(body["meta"])
+    checked_state(meta.get("thresholds", {}))
     if body["step"] and meta["writers"] != transport.nodes:
         raise NodeCountDiffers(
             f"it was written by {meta['writers']} nodes in the middle of a round, and there are {transport.nodes} now, "
@@ -219,6 +222,7 @@ def restore(snapshot: Snapshot, node: Node) -> dict[str, Any] | None:
         if node.average is not None:
             node.average[s.start : s.stop] = tensors[child_path("global.average", name)].reshape(-1)[own_range]
     node.round = snapshot.round
+    node.thresholds.load_state(snapshot.meta.get("thresholds", {}))
     node.load_buffers_at_round_start({name: tensors[child_path("global.buffers", name)] for name in saved["buffers"]})
     local = snapshot.meta["nodes"].get(str(ranks.number))
     if local is None:

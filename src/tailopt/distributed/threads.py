@@ -219,7 +219,7 @@ class Peers:
         self.environments: list[dict[str, Any]] = []
         self._timeout = float(timeout)
         self._comm, self._store, heartbeat, thread = _SHARED.get(group) or self._join(group)
-        owner = store_owner(_world_store())
+        self._store_owner = owner = store_owner(_world_store())
         self.membership = Membership(heartbeat, _CLOCK, _EXIT, timeouts, owner, _warn)
         self._member = _Node(self._comm, self.membership, thread)
         _MEMBERS[:] = [known for known in _MEMBERS if known.membership.heartbeat is not heartbeat]
@@ -270,16 +270,16 @@ class Peers:
         """Count a message that has come or gone."""
         self.membership.heartbeat.messages += 1
 
-    def can_go_on_from(self, words: Callable[[], str]) -> None:
-        """Say what the last words of this node tell about checkpoints."""
-        self.membership.heartbeat.last_good = words
+    def set_checkpoint_sentence(self, sentence: Callable[[], str]) -> None:
+        """Set the function whose sentence about the last checkpoint is among the last words of this node."""
+        self.membership.heartbeat.last_checkpoint_sentence = sentence
 
     def check(self) -> None:
         """Raise `NodeLost` if a node is known to be gone: for local steps, between exchanges."""
         blocking(self.membership.check())
 
-    def start(self, function: Callable[[ThreadCall], Any]) -> ThreadCall:
-        """Begin something that may block for ever, for `membership.watch`."""
+    def run_in_thread(self, function: Callable[[ThreadCall], Any]) -> ThreadCall:
+        """Begin a function that may block for ever in the exchange thread, for `membership.watch`."""
         return self._comm.start(function)
 
     def leave(self, error: RuntimeError) -> None:
@@ -293,9 +293,9 @@ class Peers:
         facts: name -> numbers, strings, lists and mappings; the rest as `as_fact`. What differs in the environment
         (torch, instruction set, threads) is an error where `exact`, else node 0 warns: a replay cannot have its bits.
         """
-        exchange = FactExchange(self._store, _CLOCK, self.node, self.nodes, self._timeout)
+        exchange = FactExchange(self._store, _CLOCK, self.node, self.nodes, self._timeout, self._store_owner)
         agreed = agree(
-            facts, exact, exchange, self.membership, lambda coroutine: self.start(lambda _: blocking(coroutine))
+            facts, exact, exchange, self.membership, lambda coroutine: self.run_in_thread(lambda _: blocking(coroutine))
         )
         self.environments, unlike = blocking(agreed)
         if unlike and self.node == 0:

@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 
 from tailopt.distributed.agreement import shape
 from tailopt.distributed.errors import Disagreement
-from tailopt.distributed.header import digest64
+from tailopt.distributed.header import PROTOCOL, digest64
 from tailopt.distributed.mesh import local_tensor
 from tailopt.distributed.threads import Peers
+from tailopt.engines.model_state import Buffers, as_real
 
 UNSYNCHRONISED = "which is not synchronised"
 
@@ -28,7 +29,8 @@ def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> tup
     if any(isinstance(group.get("u"), str) for group in optimizer.param_groups):
         raise ValueError(
             "Invalid optimizer: u='auto' is chosen from the gradients of one process, and nodes would choose "
-            "different thresholds. Give u and d as numbers, such as those of a run on one node."
+            "different thresholds. Build it with NestedOptimizer.from_algorithm(model, tailopt.algorithm('avg-biclip', "
+            "ilr=..., i_u='auto', i_d='auto'), ...), or give u and d as numbers."
         )
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if model is None:
@@ -38,6 +40,15 @@ def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> tup
     if missing:
         raise ValueError(f"Invalid model: parameter {missing[0]} of the optimizer is not one of the model's.")
     return [names[id(p)] for p in params], params
+
+
+def described_sizes(names: Sequence[str], params: Sequence[Tensor], buffers: Buffers | None) -> dict[str, Any]:
+    """Return what must fit before a byte is exchanged: the protocol, and the sizes of everything."""
+    return {
+        "protocol": PROTOCOL,
+        "parameters": [f"{n}: {shape(as_real(local_tensor(p)))}" for n, p in zip(names, params, strict=True)],
+        "buffers": [f"{name}: {shape(b)}" for name, b in buffers.tensors().items()] if buffers else [],
+    }
 
 
 class TrainedParameters:

@@ -101,7 +101,7 @@ def _local_round(opt: NestedOptimizer, model: torch.nn.Module, plan: TrainingPla
     node, t = dist.get_rank(), opt.node.round + 1
     seed = derive_seed(plan.seed, "model", t, node)
     seed_python_and_numpy(seed)
-    batches = source.batches(node, t, opt.taken, plan.local_steps)
+    batches = source.batches(node, t, opt.total_steps, plan.local_steps)
     losses = []
     for step in range(plan.local_steps):
         seed_torch(step_seed(seed, step), opt.node.device)  # before the batch is drawn, as in the simulation

@@ -1,6 +1,6 @@
 """Messages between nodes, by node number: what is sent, with which digest, in which order.
 
-    gather                  a small tensor from every node to every node, with a digest
+    gather                  an all-gather of small tensors: from every node to every node, with digests
     exchange                one tensor to and one from every other node
     exchange_with_header    every node's header, and right behind it what belongs to it
     broadcast               node 0's bytes to every node
@@ -26,7 +26,7 @@ from tailopt.records.tensor_bytes import tensor_bytes
 MESSAGE = 1 << 20  # elements, about: smaller messages cost turns, larger ones make other nodes wait
 DIGEST = 8  # bytes
 
-Messages = list[tuple[int, Tensor]]  # (node, what goes to it or comes from it)
+Messages = Iterator[tuple[int, Tensor]]  # (node, what goes to it or comes from it)
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Transport(ABC):
         """Tell the others that this node failed and takes part in nothing any more."""
 
     async def gather(self, mine: Tensor) -> Tensor:
-        """Every node's small tensor, stacked in node order; each travels with a digest of its bytes.
+        """All-gather: every node's small tensor, stacked in node order; each travels with a digest of its bytes.
 
         What nodes decide together follows from these: a bit that flips on the way to one of them must not go unnoticed.
         """
@@ -114,8 +114,10 @@ class Transport(ABC):
     async def _deliver(self, *turns: tuple[Sequence[Tensor], Sequence[Tensor]]) -> None:
         """Several (outgoing, incoming), one behind the other."""
         others = [(self.node + k) % self.nodes for k in range(1, self.nodes)]  # not all send to the same node first
-        receives = [message for _, incoming in turns for message in _messages(incoming, others)]
-        sends = [message for outgoing, _ in turns for message in _messages(outgoing, others)]
+        # iterators, not lists: the first receive is posted before the other messages are cut, because a message that
+        # finds no receive posted takes longer
+        receives = (message for _, incoming in turns for message in _messages(incoming, others))
+        sends = (message for outgoing, _ in turns for message in _messages(outgoing, others))
         await self.deliver(receives, sends)
 
 

@@ -6,6 +6,7 @@ for all, so that an exclusion is unanimous.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -32,7 +33,7 @@ class Verdict(IntEnum):
     OTHER_WEIGHTS = 9
 
 
-VerdictRow = tuple[float, float, float, float]  # verdict, tensor, value, bound
+VerdictRow = tuple[float, float, float, float]  # verdict, tensor, observed, expected
 SOUND: VerdictRow = (0.0, 0.0, 0.0, 0.0)
 
 _ABOUT_A_TENSOR = (Verdict.NOT_FINITE, Verdict.BEYOND_BOUND)
@@ -60,7 +61,7 @@ class DamagedOnTheWay(Exclusion):
 
     def __str__(self) -> str:
         return (
-            f"node {self.node}: {self.tensor} is not what it sent ({self.reason}); either of the nodes or the link "
+            f"node {self.node}: {self.subject} is not what it sent ({self.reason}); either of the nodes or the link "
             "between them is at fault"
         )
 
@@ -76,14 +77,18 @@ class BeganFromOtherWeights(Exclusion):
 
     def __str__(self) -> str:
         return (
-            f"node {self.node}: it began from other {self.tensor} than were sent; either of the two nodes or the link "
+            f"node {self.node}: it began from other {self.subject} than were sent; either of the two nodes or the link "
             "between them is at fault"
         )
 
 
-def verdict_row(verdict: Verdict, tensor: int = 0, value: float = 0.0, bound: float = 0.0) -> VerdictRow:
-    """A verdict as it is sent."""
-    return float(verdict), float(tensor), value, bound
+def verdict_row(verdict: Verdict, tensor: int = 0, observed: float = 0.0, expected: float = 0.0) -> VerdictRow:
+    """A verdict as it is sent.
+
+    observed, expected: a magnitude and its bound, the round or node that a header states and the right one, or steps
+    and the most there may be.
+    """
+    return float(verdict), float(tensor), observed, expected
 
 
 def header_verdict(
@@ -102,16 +107,28 @@ def header_verdict(
     if not header.contributes:
         return verdict_row(Verdict.DROPPED)
     if header.round != t:
-        return verdict_row(Verdict.OTHER_ROUND, value=float(header.round), bound=float(t))
+        return verdict_row(Verdict.OTHER_ROUND, observed=float(header.round), expected=float(t))
     if header.node != node:
-        return verdict_row(Verdict.OTHER_NODE, value=float(header.node), bound=float(node))
+        return verdict_row(Verdict.OTHER_NODE, observed=float(header.node), expected=float(node))
     if weights_sender is not None:
-        return verdict_row(Verdict.OTHER_WEIGHTS, value=float(weights_sender))
+        return verdict_row(Verdict.OTHER_WEIGHTS, observed=float(weights_sender))
     if criteria.guard and not 0 <= header.steps <= criteria.most_steps:
-        return verdict_row(Verdict.TOO_MANY_STEPS, value=float(header.steps), bound=criteria.most_steps)
+        return verdict_row(Verdict.TOO_MANY_STEPS, observed=float(header.steps), expected=criteria.most_steps)
     if criteria.guard and wrong_bound:
         return verdict_row(Verdict.OTHER_SETTINGS)
     return None
+
+
+def check_thresholds(t: int, headers: Sequence[Header]) -> None:
+    """Raise where a node began the round with other automatic thresholds: all nodes compute them from the same sums."""
+    digests = [header.thresholds_digest for header in headers]
+    usual = Counter(digests).most_common(1)[0][0]
+    others = [node for node, digest in enumerate(digests) if digest != usual]
+    if others:
+        raise Damaged(
+            f"Round {t}: {named(others)} began with other automatic thresholds than most nodes, though all of them "
+            "follow from the same statistics. Restart all nodes from the last checkpoint."
+        )
 
 
 def merge_verdicts(
@@ -160,16 +177,19 @@ def _check(t: int, judge: int, about: int, row: VerdictRow, tensor_and_buffer_na
 
 
 def _exclusion(node: int, row: VerdictRow, tensor_and_buffer_names: Sequence[str]) -> Exclusion:
-    verdict, tensor, value, bound = Verdict(int(row[0])), int(row[1]), row[2], row[3]
+    verdict, tensor, observed, expected = Verdict(int(row[0])), int(row[1]), row[2], row[3]
     if verdict is Verdict.DROPPED:
         return Dropped.of(node)
     if verdict is Verdict.OTHER_WEIGHTS:
-        return BeganFromOtherWeights.of(node, int(value))
-    place = tensor_and_buffer_names[tensor] if verdict in _ABOUT_A_TENSOR else "what arrived"
-    return Exclusion(node, place, value, bound if verdict is Verdict.BEYOND_BOUND else None, _REASONS[verdict])
+        return BeganFromOtherWeights.of(node, int(observed))
+    subject = tensor_and_buffer_names[tensor] if verdict in _ABOUT_A_TENSOR else "what arrived"
+    bound = expected if verdict is Verdict.BEYOND_BOUND else None
+    return Exclusion(node, subject, observed, bound, _REASONS[verdict])
 
 
-def pairs_that_differ(sent: Sequence[int], loaded: Mapping[int, Sequence[int]]) -> list[tuple[int, int]]:
+def pairs_that_differ(
+    sent_digests: Sequence[int], loaded_digests: Mapping[int, Sequence[int]]
+) -> list[tuple[int, int]]:
     """(owner, receiver) of every partition that a node loaded differently from what its owner says it sent.
 
     Examples:
@@ -178,7 +198,7 @@ def pairs_that_differ(sent: Sequence[int], loaded: Mapping[int, Sequence[int]]) 
     """
     return [
         (owner, receiver)
-        for receiver, digests in loaded.items()
+        for receiver, digests in loaded_digests.items()
         for owner, digest in enumerate(digests)
-        if digest != sent[owner]
+        if digest != sent_digests[owner]
     ]

@@ -38,42 +38,45 @@ class WeightSync:
 
     def __init__(self, layout: Layout, segments: SegmentTable, node: int) -> None:
         self._layout, self._segments, self._node = layout, segments, node
-        self.sent = BufferStats()  # of this node's partition of the weights, as it sent them
-        self.loaded = (0,) * layout.nodes  # digests of every partition of the weights, as loaded
+        self.sent_stats = BufferStats()  # of this node's partition of the weights, as it sent them
+        self.loaded_digests = (0,) * layout.nodes  # of every partition of the weights, as loaded
         self._differed_in: dict[Pair, int] = {}  # the last round in which a receiver loaded something else
 
     @property
     def sent_finite(self) -> bool:
         """Whether the weights that this node sent are finite."""
-        return self.sent.max_abs < math.inf
+        return self.sent_stats.max_abs < math.inf
 
     def load(self, params: Sequence[Tensor], x: Tensor) -> None:
         """Copy the synchronised weights into the parameters, and note what was loaded."""
-        self.loaded = tuple(flat_kernels.load(params, x, self._segments, self._layout.cuts))
+        self.loaded_digests = tuple(flat_kernels.load(params, x, self._segments, self._layout.cuts))
 
-    def restart(self, x: Tensor) -> None:
-        """Begin with weights that no outer step made: node 0's, or those of a checkpoint."""
+    def reset_sent_digest(self, x: Tensor) -> None:
+        """Note this partition of node 0's weights, or of those of a checkpoint, as if this node had sent it."""
         part = x[self._layout.partition(self._node)]
-        self.sent, self._differed_in = BufferStats(flat_kernels.checksum(part)), {}
+        self.sent_stats, self._differed_in = BufferStats(flat_kernels.checksum(part)), {}
 
-    async def share(self, transport: Transport, flat: Tensor) -> None:
+    async def all_gather_partitions(self, transport: Transport, flat: Tensor) -> None:
         """Send this node's partition of a flat buffer to every node, and receive theirs."""
         incoming = [flat[self._layout.partition(k)] for k in range(transport.nodes)]
         await transport.exchange([incoming[self._node]] * transport.nodes, incoming)
 
-    async def share_weights(self, transport: Transport, x: Tensor) -> None:
-        """Share the new weights; the next header states what was sent."""
-        self.sent = flat_kernels.checksum_and_max(x[self._layout.partition(self._node)])
-        await self.share(transport, x)
+    async def all_gather_weights(self, transport: Transport, x: Tensor) -> None:
+        """Gather the partitions of the new weights; the next header states what was sent."""
+        self.sent_stats = flat_kernels.checksum_and_max(x[self._layout.partition(self._node)])
+        await self.all_gather_partitions(transport, x)
 
-    async def share_verified(self, transport: Transport, flat: Tensor) -> None:
-        """Share a buffer whose digest no later header has: compared at once, sent again where it arrived changed."""
-        sent = flat_kernels.checksum(flat[self._layout.partition(self._node)])
+    async def all_gather_verified(self, transport: Transport, flat: Tensor) -> None:
+        """Gather the partitions of a buffer, and compare their digests, which no later header has, at once.
+
+        Where a partition arrived changed, all of them are sent once more.
+        """
+        sent_digest = flat_kernels.checksum(flat[self._layout.partition(self._node)])
         differing: list[Pair] = []
         for _ in range(2):
-            await self.share(transport, flat)
-            loaded = [flat_kernels.checksum(flat[self._layout.partition(k)]) for k in range(transport.nodes)]
-            rows = (await transport.gather(torch.tensor([sent, *loaded], dtype=torch.int64))).tolist()
+            await self.all_gather_partitions(transport, flat)
+            loaded_digests = [flat_kernels.checksum(flat[self._layout.partition(k)]) for k in range(transport.nodes)]
+            rows = (await transport.gather(torch.tensor([sent_digest, *loaded_digests], dtype=torch.int64))).tolist()
             differing = pairs_that_differ([row[0] for row in rows], {k: row[1:] for k, row in enumerate(rows)})
             if not differing:
                 return
@@ -118,18 +121,20 @@ class WeightSync:
             outgoing = [part if here == donor and k in wrong else nothing for k in range(transport.nodes)]
             incoming = [part if here in wrong and k == donor else nothing for k in range(transport.nodes)]
             await transport.exchange(outgoing, incoming)
-            for gap in self._layout.padding(owner):  # digests of what was loaded leave it out, and nothing checks it
+            # The padding between tensors is zero everywhere. The checksum below covers it, but no digest of loaded
+            # weights does, so a node that is not their owner may hold something else there.
+            for gap in self._layout.padding(owner):
                 x[gap].zero_()
             if here in wrong and flat_kernels.checksum(part) != headers[owner].sent_digest:
                 raise damaged("what was sent again of the weights", donor, here)
         if any(receiver == here for _, receiver in differing):
-            self.loaded = tuple(header.sent_digest for header in headers)
+            self.loaded_digests = tuple(header.sent_digest for header in headers)
         return differing
 
     def _differing(self, round: int, headers: Sequence[Header]) -> list[Pair]:
         """Where a receiver loaded other weights of a round than the owner sent."""
-        loaded = {k: header.loaded_digests for k, header in enumerate(headers)}
-        differing = pairs_that_differ([header.sent_digest for header in headers], loaded)
+        loaded_digests = {k: header.loaded_digests for k, header in enumerate(headers)}
+        differing = pairs_that_differ([header.sent_digest for header in headers], loaded_digests)
         again = [pair for pair in differing if self._differed_in.get(pair) == round - 1]
         self._differed_in.update(dict.fromkeys(differing, round))
         if again:
@@ -146,7 +151,8 @@ def check_finite(t: int, headers: Sequence[Header]) -> None:
     if owners:
         raise Damaged(
             f"Round {t} ended with weights that are not finite, in the partition of {named(owners)}. Lower the outer "
-            "learning rate; where it is always one node, look at its memory. The last checkpoint is from before."
+            "learning rate; where it is always one node, look at its memory. Where no bound on steps is known, a "
+            f"displacement of {named(range(len(headers)))} may have been too large. The last checkpoint is from before."
         )
 
 

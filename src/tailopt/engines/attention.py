@@ -25,10 +25,8 @@ def batchable_copy(model: torch.nn.Module) -> torch.nn.Module:
     kind = getattr(transformers, "PreTrainedModel", None) if transformers is not None else None
     if kind is None:
         return copied
-    done: set[int] = set()
-    for part in copied.modules():  # from outside in: a model switches the models inside it
-        if isinstance(part, kind) and id(part) not in done:
-            done.update(map(id, part.modules()))
+    for part in copied.modules():  # a model switches the models inside it, but in some versions not all of them
+        if isinstance(part, kind):
             _switch(part)
     return copied
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,10 +16,15 @@ import torch
 from torch import Tensor
 
 from tailopt.algorithms import Algorithm
+from tailopt.arguments import check_choice, check_function
 from tailopt.clipping.operators import compute_dtype
 from tailopt.engines.batches import BatchSource, LossFunction
+from tailopt.engines.captured_mean import mean_displacements
+from tailopt.engines.captured_steps import CapturedPrograms, CapturedSteps
+from tailopt.engines.configuration_mean import NodeMean, all_finite, like
 from tailopt.engines.configuration_settings import ConfigurationHyperparameters
 from tailopt.engines.model_state import Buffers, as_real, trainable
+from tailopt.engines.routes import CHOICES, COMPILED, VMAP, Route
 from tailopt.engines.sequential import PRECISIONS
 from tailopt.engines.sequential import _with_location as with_location
 from tailopt.engines.stacked_batches import NodeBatches
@@ -31,7 +37,13 @@ from tailopt.rounds.policy import RoundPolicy
 from tailopt.rules.adam import initial_adam_state
 from tailopt.rules.rule import State
 
+PLAIN = Route(VMAP, "all configurations and nodes as one program")
 Measure = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]]
+Judge = Callable[[int, Tensor, Mapping[str, Tensor]], Mapping[int, str]]
+
+
+class ReplicasDiffer(ValueError):
+    """Seeds that cannot run side by side."""
 
 
 class Ended(NamedTuple):
@@ -39,6 +51,14 @@ class Ended(NamedTuple):
 
     round: int
     reason: str
+
+
+class _Begun(NamedTuple):
+    """A round before its first step."""
+
+    shares: Sequence[Mapping[int, float]]
+    members: list[tuple[int, int]]
+    sources: list[NodeBatches]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +81,28 @@ class Configurations:
     """What all configurations share: replicas with equally many rounds and nodes, and the loss.
 
     Args:
-        measure: (round, weights by name as [replicas, configurations, *shape]) -> numbers by name, each [replicas,
-            configurations]; called after every round, or None.
+        measure: (round, weights and changing buffers by name as [replicas, configurations, *shape]) -> numbers by
+            name, each [replicas, configurations]; called after every round with the configurations that have not
+            ended, or None.
+        judge: (round, losses, what was measured), both of this round as [replicas, configurations] -> the positions of
+            the configurations that end here, with the reason; called after `measure`, or None. Only side by side.
+        route: one of `routes.CHOICES`.
     """
 
     replicas: tuple[Replica, ...]
     loss: LossFunction
-    schedules: Any
-    device: torch.device
-    precision: str | None
-    measure: Measure | None
+    schedules: Any = None
+    device: torch.device = torch.device("cpu")
+    precision: str | None = None
+    measure: Measure | None = None
+    route: str = "auto"
+    judge: Judge | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("route", self.route, CHOICES)
+        check_choice("precision", self.precision, tuple(PRECISIONS))
+        check_function("loss", self.loss, "a function (model, batch) that returns a scalar tensor")
+        check_function("measure", self.measure, "a function of the round and the stacked weights, or None")
 
     @property
     def rounds(self) -> int:
@@ -93,9 +125,19 @@ class ConfigurationBatch:
         measured: by name, likewise.
         final_buffers: by name, [replicas, configurations, ...].
         ended: those that ended early, by replica and configuration.
+
+    Args:
+        route: which local steps take first; `self.route` says what they took.
+        programs: those that earlier batches of the same task compiled.
     """
 
-    def __init__(self, task: Configurations, algorithms: Sequence[Algorithm]) -> None:
+    def __init__(
+        self,
+        task: Configurations,
+        algorithms: Sequence[Algorithm],
+        route: Route = PLAIN,
+        programs: CapturedPrograms | None = None,
+    ) -> None:
         self._task, self._algorithm, n = task, algorithms[0], len(algorithms)
         self._models = [copy.deepcopy(replica.model).to(task.device) for replica in task.replicas]
         self._model = self._models[0]
@@ -114,8 +156,12 @@ class ConfigurationBatch:
         self._inner = StackedSteps(each[0].inner.rule, leading=2)
         self._outer = StackedSteps(each[0].outer.rule, leading=2)
         self._outer.begin_alike([{} for _ in self._x], len(self._models))
+        self._first_route = route
+        self._captured = CapturedSteps(self._program, self._inner, programs) if route.name == COMPILED else None
         self._kept: dict[tuple[int, int], list[State]] = {}  # inner states by replica and node, of all configurations
         self._stack: list[Tensor] = []
+        self._ahead: dict[int, _Begun] = {}  # of the next round
+        self._shares: tuple[Any, Tensor] | None = None  # the last ones, and as a tensor
         self._steps_done = [[0] * replica.batches.nodes for replica in task.replicas]
         self._alive = list(range(n))  # the configurations that are still in the batch
         self._running = torch.ones(len(self._models), n, dtype=torch.bool, device=task.device)
@@ -134,17 +180,22 @@ class ConfigurationBatch:
     def train(self) -> None:
         """Run all rounds."""
         for t in range(1, self._task.rounds + 1):
-            self._round(t)
+            self.run_round(t)
             if not self._alive:
                 break
         self._store(range(len(self._alive)))
+        if self._captured is not None:
+            self._captured.programs.release()
 
-    def _round(self, t: int) -> None:
+    @property
+    def route(self) -> Route:
+        """How the local steps ran, and why this way."""
+        return self._first_route if self._captured is None else self._captured.route
+
+    def run_round(self, t: int) -> None:
+        """Run round t, after those before it."""
         task = self._task
-        shares = [replica.policy.draw(t).shares for replica in task.replicas]
-        _check_equally_many(shares, t)
-        members = [(r, node) for r, of_replica in enumerate(shares) for node in of_replica]
-        sources = self._sources(t, members)
+        shares, members, sources = self._begun(t)
         nodes = self._stacked(len(shares[0]))
         self._begin_inner(t, members)
         losses = StackedRound(
@@ -154,20 +205,59 @@ class ConfigurationBatch:
             plain_loss=self._plain_loss,
             seed=task.replicas[0].policy.seed,
             device=task.device,
+            captured=self._captured,
         ).run(nodes, sources, t)
         for (r, node), source in zip(members, sources, strict=True):
             self._steps_done[r][node] += source.steps
-        deltas = self._displacements(nodes.weights)
-        floating = [self._by_replica(b) for b in nodes.buffers.values() if b.is_floating_point()]
-        counted = _finite([*deltas, *floating])
-        mean = _NodeMean.of_shares(shares, counted, self._algorithm.inner_state != "keep")
+        captured = self._captured_means(nodes, shares)
+        self._draw_ahead(t + 1)
+        if captured is not None and bool(captured[0]):
+            mean, step = NodeMean.of_everybody(shares, task.device), captured[1]
+        else:
+            deltas = self._displacements(nodes.weights)
+            floating = [self._by_replica(b) for b in nodes.buffers.values() if b.is_floating_point()]
+            counted = all_finite([*deltas, *floating])
+            mean = NodeMean.of_shares(shares, counted, self._algorithm.inner_state != "keep")
+            step = [mean.of(d) for d in deltas]
         self._end_diverged(t, mean, shares)
         by_configuration = mean.of(self._by_replica(losses))
         self.losses[:, self._alive, t - 1] = torch.where(self._running, by_configuration, torch.nan).cpu()
         if self._algorithm.inner_state == "keep":
             self._kept |= {member: _copied(self._inner.state(row)) for row, member in enumerate(members)}
         buffers = {name: mean.of_buffer(self._by_replica(b), self._buffers[name]) for name, b in nodes.buffers.items()}
-        self._outer_step(t, [mean.of(d) for d in deltas], buffers)
+        self._outer_step(t, step, buffers)
+        self._end_judged(t)
+
+    def _begun(self, t: int) -> _Begun:
+        """Return who takes part in a round, with their batches."""
+        if t in self._ahead:
+            return self._ahead.pop(t)
+        shares = [replica.policy.draw(t).shares for replica in self._task.replicas]
+        _check_equally_many(shares, t)
+        members = [(r, node) for r, of_replica in enumerate(shares) for node in of_replica]
+        return _Begun(shares, members, self._sources(t, members))
+
+    def _draw_ahead(self, t: int) -> None:
+        """Draw the batches of the next round while a GPU computes; what goes wrong is raised in that round."""
+        if self._task.device.type == "cpu" or t > self._task.rounds:
+            return
+        with suppress(Exception):
+            self._ahead[t] = self._begun(t)
+            for source in self._ahead[t].sources:
+                source.peek(self._task.device)
+
+    def _captured_means(
+        self, nodes: StackedNodes, shares: Sequence[Mapping[int, float]]
+    ) -> tuple[Tensor, list[Tensor]] | None:
+        """Return whether everything is finite, and the mean displacements; None off the compiled route."""
+        if self._captured is None or self._captured.route.name != COMPILED:
+            return None
+        numbers = tuple(tuple(of_replica.values()) for of_replica in shares)
+        if self._shares is None or self._shares[0] != numbers:
+            self._shares = numbers, torch.tensor(numbers, dtype=torch.float64, device=self._task.device)
+        floating = [b for b in nodes.buffers.values() if b.is_floating_point()]
+        weights = [as_real(w) for w in nodes.weights]
+        return mean_displacements(self._captured.programs, weights, self._x, floating, self._shares[1])
 
     def _outer_step(self, t: int, step: list[Tensor], buffers: dict[str, Tensor]) -> None:
         """Move every configuration that is running; one that has ended stays where it is."""
@@ -180,15 +270,14 @@ class ConfigurationBatch:
         radius = self._task.replicas[0].policy.projection_radius
         everything = bool(self._running.all())
         before = [] if everything else [x.clone() for x in self._x]
-        self._outer.step(None, self._x, [d.neg_() for d in step], self._hparams.outer_at(t))
+        torch._foreach_neg_(step)
+        self._outer.step(None, self._x, step, self._hparams.outer_at(t))
         if radius is not None:
             _project(self._x, radius)
         if not everything:
             for x, old in zip(self._x, before, strict=True):
-                x.copy_(torch.where(_like(self._running, x), x, old))
-            buffers = {
-                name: torch.where(_like(self._running, b), b, self._buffers[name]) for name, b in buffers.items()
-            }
+                x.copy_(torch.where(like(self._running, x), x, old))
+            buffers = {name: torch.where(like(self._running, b), b, self._buffers[name]) for name, b in buffers.items()}
         self._buffers = buffers
         self._measure(t)
 
@@ -245,7 +334,7 @@ class ConfigurationBatch:
             moved.append(w.sub_(start) if w.dtype == x.dtype else w.to(x.dtype) - start.to(w.dtype).to(x.dtype))
         return moved
 
-    def _end_diverged(self, t: int, mean: _NodeMean, shares: Sequence[Mapping[int, float]]) -> None:
+    def _end_diverged(self, t: int, mean: NodeMean, shares: Sequence[Mapping[int, float]]) -> None:
         """End the configurations of which nothing counts."""
         if mean.counted is None:
             return
@@ -256,6 +345,20 @@ class ConfigurationBatch:
             reason = f"Round {t}: {NOT_FINITE}: the displacements of nodes {nodes}."
             self.ended[r, self._alive[c]] = Ended(t, reason)
         self._running = self._running & ~ending
+
+    def _end_judged(self, t: int) -> None:
+        """End the configurations that the judge of the task gives up."""
+        if self._task.judge is None or not self._alive:
+            return
+        measured = {key: values[:, self._alive, t - 1] for key, values in self.measured.items()}
+        losing = self._task.judge(t, self.losses[:, self._alive, t - 1], measured)
+        if not losing:
+            return
+        for c, reason in losing.items():
+            for r in self._running[:, c].nonzero().flatten().tolist():
+                self.ended[r, self._alive[c]] = Ended(t, reason)
+        staying = [c for c in range(len(self._alive)) if c not in losing]
+        self._drop(torch.tensor(staying, dtype=torch.int64, device=self._task.device), [], {})
 
     def _drop(
         self, index: Tensor, step: list[Tensor], buffers: dict[str, Tensor]
@@ -289,7 +392,8 @@ class ConfigurationBatch:
     def _measure(self, t: int) -> None:
         if self._task.measure is None:
             return
-        for key, values in self._task.measure(t, dict(zip(self.names, self._x, strict=True))).items():
+        state = {**dict(zip(self.names, self._x, strict=True)), **self._buffers}
+        for key, values in self._task.measure(t, state).items():
             if key not in self.measured:
                 self.measured[key] = torch.full_like(self.losses, torch.nan)
             left = torch.where(self._running, values.detach().double(), torch.nan)
@@ -298,63 +402,6 @@ class ConfigurationBatch:
     def _plain_loss(self, batch: Any) -> None:
         with torch.enable_grad():
             self._task.loss(self._model, batch)
-
-
-@dataclass(frozen=True)
-class _NodeMean:
-    """The weighted mean over nodes of [replicas, nodes, configurations, ...], in ascending order, as `rounds.mean`.
-
-    shares: of the nodes, a number each, or [replicas] where they differ; counted: [replicas, nodes, configurations],
-    None where all count; total: the sum of the shares that count, [replicas, configurations].
-    """
-
-    shares: Sequence[float | Tensor]
-    counted: Tensor | None
-    total: Tensor
-
-    @classmethod
-    def of_shares(cls, shares: Sequence[Mapping[int, float]], counted: Tensor, some: bool) -> _NodeMean:
-        """Return the mean of those that count; unless `some`, a configuration counts with all nodes or with none."""
-        by_node = list(zip(*(of_replica.values() for of_replica in shares), strict=True))
-        numbers = [
-            row[0] if len(set(row)) == 1 else torch.tensor(row, dtype=torch.float64, device=counted.device)
-            for row in by_node
-        ]
-        if bool(counted.all()):
-            return cls(numbers, None, torch.ones((), device=counted.device))
-        weights = torch.tensor(by_node, dtype=torch.float64, device=counted.device).mT[:, :, None]
-        everybody = counted.all(1)
-        total = torch.where(counted, weights, 0.0).sum(1) if some else torch.zeros_like(everybody, dtype=torch.float64)
-        return cls(numbers, counted, torch.where(everybody, 1.0, total))  # exactly 1 where all count
-
-    def of(self, values: Tensor) -> Tensor:
-        """Return the mean, [replicas, configurations, ...]; a configuration of which nothing counts has 0."""
-        acc: Tensor | None = None
-        for i, share in enumerate(self.shares):
-            one = values[:, i]
-            term = one * (_like(share, one).to(one.dtype) if isinstance(share, Tensor) else share)
-            if self.counted is not None:
-                term = torch.where(_like(self.counted[:, i], term), term, torch.zeros_like(term))
-            acc = term if acc is None else acc.add_(term)
-        assert acc is not None
-        if self.counted is None:
-            return acc
-        return acc.div_(_like(torch.where(self.total == 0, 1.0, self.total), acc).to(acc.dtype))
-
-    def of_buffer(self, values: Tensor, before: Tensor) -> Tensor:
-        """Return the mean of a floating-point buffer, and the maximum of an integer one; unchanged ones stay."""
-        if not (values.is_floating_point() or values.is_complex()):
-            return values.amax(1)
-        real = as_real(values)
-        wide = self.of(real.to(compute_dtype(real.dtype)))
-        mean = (torch.view_as_complex(wide) if values.is_complex() else wide).to(values.dtype)
-        same = (values == before[:, None]).all(1)
-        return torch.where(_like(same.flatten(2).all(2) if same.dim() > 2 else same, mean), before, mean)
-
-
-def _like(values: Tensor, x: Tensor) -> Tensor:
-    """Return values of leading dimensions with as many dimensions as x."""
-    return values.reshape(values.shape + (1,) * (x.dim() - values.dim()))
 
 
 def _for_nodes(values: Tensor, nodes: int) -> Tensor:
@@ -366,33 +413,19 @@ def _copied(states: Sequence[State]) -> list[State]:
     return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in s.items()} for s in states]
 
 
-def _finite(values: Sequence[Tensor]) -> Tensor:
-    """Return which nodes of which configurations have only finite values: [replicas, nodes, configurations]."""
-    finite: Tensor | None = None
-    for v in values:
-        own = v.reshape(*v.shape[:3], -1)
-        if not own.shape[-1]:
-            continue
-        low, high = own.amin(-1), own.amax(-1)  # NaN is the least and the largest
-        here = low.isfinite() & high.isfinite()
-        finite = here if finite is None else finite & here
-    assert finite is not None
-    return finite
-
-
 def _project(weights: Sequence[Tensor], radius: float) -> None:
     """Scale every configuration by min(1, radius / its norm)."""
     squares = torch.stack([x.double().square().flatten(2).sum(2) for x in weights]).sum(0)
     factor = (radius / squares.sqrt()).clamp(max=1.0)
     for x in weights:
-        x.mul_(_like(factor, x).to(x.dtype))
+        x.mul_(like(factor, x).to(x.dtype))
 
 
 def _check_equally_many(shares: Sequence[Mapping[int, float]], t: int) -> None:
     """Refuse replicas of which unequally many nodes take part."""
     counts = [len(of_replica) for of_replica in shares]
     if len(set(counts)) > 1:
-        raise ValueError(
+        raise ReplicasDiffer(
             f"Invalid participation: by seed, {min(counts)} to {max(counts)} nodes take part in round {t}; side by "
             "side they need to be equally many. Run the seeds in separate calls."
         )
@@ -404,7 +437,7 @@ def _check_same_constants(models: Sequence[torch.nn.Module], changing: Collectio
     for r, other in enumerate(others, 1):
         for name, value in other.items():
             if name not in changing and not torch.equal(value, first[name]):
-                raise ValueError(
+                raise ReplicasDiffer(
                     f"Invalid models: seed number {r} has another {name} than the first, which is not trained; side by "
                     "side they share it. Run the seeds in separate calls."
                 )

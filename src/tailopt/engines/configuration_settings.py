@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tailopt.algorithms import Algorithm
+from tailopt.algorithms import PUBLIC_NAMES, Algorithm
 from tailopt.clipping.operators import compute_dtype
 from tailopt.rounds.hyperparameters import AlgorithmHyperparameters, RuleHyperparameters
 from tailopt.rules.rule import Hyperparameters, value_for_param
@@ -105,3 +105,38 @@ def check_one_algorithm(algorithms: Sequence[Algorithm]) -> None:
                     f"Invalid algorithms: number {c} has {name} {its!r} and the first {mine!r}; side by side run "
                     "settings of one algorithm. Run the others in a call of their own."
                 )
+        for side in ("outer", "inner"):
+            mine, its = (_momentum_of_biclip(a, side) for a in (first, other))
+            if mine != its:
+                name = PUBLIC_NAMES[side].get("momentum", "momentum")
+                raise ValueError(
+                    f"Invalid algorithms: number {c} has {name}={its} and the first {mine}; side by side every BiClip "
+                    "has one momentum. Give all of them the same, or run them in separate calls."
+                )
+
+
+def stacking_key(algorithm: Algorithm) -> tuple[Any, ...]:
+    """Return what configurations of one algorithm must have in common to run side by side: all that is no number.
+
+    Examples:
+        >>> from tailopt.algorithms import algorithm
+        >>> one, two, three = (
+        ...     algorithm("avg-adam", ilr=ilr, ieps=1e-8, inner_betas=(beta, 0.99))
+        ...     for ilr, beta in [(0.1, 0.9), (0.2, 0.9), (0.1, 0.5)]
+        ... )
+        >>> stacking_key(one) == stacking_key(two), stacking_key(one) == stacking_key(three)
+        (True, False)
+    """
+    key: list[Any] = [algorithm.inner_state, algorithm.send_preconditioner]
+    for side in ("outer", "inner"):
+        key.append(_momentum_of_biclip(algorithm, side))
+        key += [(name, repr(value)) for name, value in algorithm.hparams(side).items() if not _is_number(value)]
+    return tuple(key)
+
+
+def _momentum_of_biclip(algorithm: Algorithm, side: str) -> float:
+    """Return the momentum of a side that steps by BiClip, whose kernels take one number for it; else 0."""
+    rule = algorithm.outer if side == "outer" else algorithm.inner
+    if not isinstance(rule, str) or not rule.startswith("biclip"):
+        return 0.0
+    return float(algorithm.hparams(side).get("momentum", 0.0))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 
 from tailopt.algorithms import Algorithm
-from tailopt.arguments import check_choice, check_counts, check_function
-from tailopt.engines.batches import BatchFunction, BatchSource, LossFunction
-from tailopt.engines.configuration_rounds import ConfigurationBatch, Configurations, Ended, Measure, Replica
+from tailopt.arguments import check_choice, check_counts
+from tailopt.engines.batches import BatchSource
+from tailopt.engines.captured_steps import CapturedPrograms
+from tailopt.engines.configuration_rounds import ConfigurationBatch, Configurations, Ended
 from tailopt.engines.configuration_settings import check_one_algorithm
 from tailopt.engines.loop import Reporting
 from tailopt.engines.memory_plan import MemoryPlan, available, is_out_of_memory, planned
 from tailopt.engines.model_state import trainable
-from tailopt.engines.routes import SEQUENTIAL, Route, VmapRefused
-from tailopt.engines.sequential import PRECISIONS
-from tailopt.engines.simulate import RunFolderOptions, Simulation, batch_source, node_weights, restoring_global_rng
-from tailopt.rounds.participants import Chooser
-from tailopt.rounds.policy import RoundPolicy
+from tailopt.engines.routes import SEQUENTIAL, Route, VmapRefused, chosen_route
+from tailopt.engines.simulate import RunFolderOptions, Simulation, restoring_global_rng
+from tailopt.optimizers.auto_thresholds import is_auto
 from tailopt.rounds.settle import EveryoneExcluded
 
 ENGINES = ("auto", "vectorized", SEQUENTIAL)
+TYPICAL_BATCH = 16  # configurations side by side, to guess the number of steps before the memory is planned
 PLANNED_BY = 3  # configurations that run to plan the memory of more
 MEMORY_SHARE = 0.5  # of what is free, where no limit is given: other processes need some too
 
@@ -100,89 +100,6 @@ class ReplicasResult:
         )
 
 
-def run_configurations(
-    model: torch.nn.Module,
-    algorithms: Sequence[Algorithm],
-    *,
-    loss: LossFunction,
-    data: Sequence[Any] | None = None,
-    batches: BatchFunction | None = None,
-    nodes: int | None = None,
-    rounds: int,
-    local_steps: int | None = None,
-    local_epochs: int | None = None,
-    batch_size: int | None = None,
-    weights: Sequence[float] | str | None = None,
-    participation: float | Chooser = 1.0,
-    participants: int | None = None,
-    sampling: str = "uniform",
-    projection: float | None = None,
-    schedules: Any = None,
-    engine: str = "auto",
-    device: torch.device | str | None = None,
-    precision: str | None = None,
-    seed: int = 0,
-    measure: Measure | None = None,
-    batch: int | None = None,
-    memory_limit: int | None = None,
-) -> ConfigurationsResult:
-    """Train many configurations of one algorithm at once.
-
-    Args:
-        algorithms: the configurations: settings of one algorithm.
-        engine: "vectorized" raises where vmap refuses the model; "auto" then trains one configuration after another,
-            and `route` names the reason; "sequential" always does.
-        measure: (round, weights by name as [configurations, *shape]) -> numbers by name, each [configurations]; called
-            after every round with the configurations that have not ended.
-        batch: how many run side by side; by default as many as the memory holds.
-        memory_limit: bytes; by default half of what is free.
-
-    The other arguments are those of `tailopt.simulate`. Displacements that are not finite are left out as by its guard;
-    with a kept inner state they end the configuration.
-
-    Examples:
-        >>> from tailopt.algorithms import algorithm
-        >>> model = torch.nn.Linear(3, 1, bias=False)
-        >>> def squares(model, x):
-        ...     return (model(x).squeeze(-1) - x.sum(-1)).square().mean()
-        >>> def draw(node, round, step, generator):
-        ...     return torch.randn(8, 3, generator=generator)
-        >>> rates = [algorithm("avg-sgd", ilr=ilr) for ilr in (0.01, 0.1, 1e30)]
-        >>> found = run_configurations(model, rates, loss=squares, batches=draw, nodes=4, rounds=20, local_steps=5)
-        >>> int(found.losses[:, -1].nan_to_num(torch.inf).argmin()), sorted(found.ended), found.route.name
-        (1, [2], 'vmap')
-    """
-    check_choice("engine", engine, ENGINES)
-    check_choice("precision", precision, tuple(PRECISIONS))
-    check_counts(rounds=rounds, **({} if batch is None else {"batch": batch}))
-    check_function("loss", loss, "a function (model, batch) that returns a scalar tensor")
-    check_function("measure", measure, "a function of the round and the stacked weights, or None")
-    check_one_algorithm(algorithms)
-    policy = RoundPolicy(
-        rounds=rounds,
-        inner_state=algorithms[0].inner_state,
-        local_steps=local_steps,
-        local_epochs=local_epochs,
-        participation=participation,
-        participants=participants,
-        sampling=sampling,
-        projection=projection,
-        seed=seed,
-    )
-    source = batch_source(data, batches, nodes, batch_size, policy)
-    policy = replace(policy, nodes=source.nodes, weights=node_weights(weights, source))
-    one = None if measure is None else _of_one_replica(measure)
-    task = Configurations(
-        replicas=(Replica(model=model, batches=source, policy=policy),),
-        loss=loss,
-        schedules=schedules,
-        device=torch.device(device) if device is not None else next(model.parameters()).device,
-        precision=precision,
-        measure=one,
-    )
-    return train_configurations(task, algorithms, engine, batch, memory_limit).replica(0)
-
-
 def train_configurations(
     task: Configurations,
     algorithms: Sequence[Algorithm],
@@ -190,7 +107,40 @@ def train_configurations(
     batch: int | None = None,
     memory_limit: int | None = None,
 ) -> ReplicasResult:
-    """Train many configurations of one algorithm with several seeds at once."""
+    """Train many configurations of one algorithm with several seeds at once.
+
+    Displacements that are not finite are left out as by the guard of `tailopt.simulate`; with a kept inner state they
+    end the configuration.
+
+    Args:
+        algorithms: the configurations: settings of one algorithm.
+        engine: "vectorized" raises where vmap refuses the model; "auto" then trains one configuration after another,
+            and `route` names the reason; "sequential" always does.
+        batch: how many run side by side; by default as many as the memory holds.
+        memory_limit: bytes; by default half of what is free.
+
+    Examples:
+        >>> from tailopt.algorithms import algorithm
+        >>> from tailopt.engines.batches import FunctionBatches
+        >>> from tailopt.engines.configuration_rounds import Replica
+        >>> from tailopt.rounds.policy import RoundPolicy
+        >>> def squares(model, x):
+        ...     return (model(x).squeeze(-1) - x.sum(-1)).square().mean()
+        >>> def draw(node, round, step, generator):
+        ...     return torch.randn(8, 3, generator=generator)
+        >>> one = Replica(
+        ...     model=torch.nn.Linear(3, 1, bias=False),
+        ...     batches=FunctionBatches(draw, nodes=4, steps=5, seed=0),
+        ...     policy=RoundPolicy(rounds=20, local_steps=5, inner_state="reset", nodes=4, weights=(1.0,) * 4),
+        ... )
+        >>> rates = [algorithm("avg-sgd", ilr=ilr) for ilr in (0.01, 0.1, 1e30)]
+        >>> result = train_configurations(Configurations(replicas=(one,), loss=squares), rates).replica(0)
+        >>> int(result.losses[:, -1].nan_to_num(torch.inf).argmin()), sorted(result.ended), result.route.name
+        (1, [2], 'vmap')
+    """
+    check_choice("engine", engine, ENGINES)
+    if batch is not None:
+        check_counts(batch=batch)
     check_one_algorithm(algorithms)
     reason = _why_sequential(algorithms, engine)
     with restoring_global_rng(task.device):
@@ -204,13 +154,6 @@ def train_configurations(
         return _one_after_another(task, algorithms, Route(SEQUENTIAL, reason))
 
 
-def _of_one_replica(measure: Measure) -> Measure:
-    def of_all(t: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {key: v[None] for key, v in measure(t, {name: w[0] for name, w in weights.items()}).items()}
-
-    return of_all
-
-
 def _why_sequential(algorithms: Sequence[Algorithm], engine: str) -> str:
     """Return why the configurations cannot run side by side; empty if they may."""
     if engine == SEQUENTIAL:
@@ -219,6 +162,8 @@ def _why_sequential(algorithms: Sequence[Algorithm], engine: str) -> str:
     classes = [side for side in (algorithms[0].outer, algorithms[0].inner) if not isinstance(side, str)]
     if classes:
         reason = f"{classes[0].__name__} is a class of torch.optim, which steps on one model at a time"
+    elif any(is_auto(a.hparams(side).get("u")) for a in algorithms for side in ("outer", "inner")):
+        reason = 'thresholds that are "auto" follow the gradients of one configuration at a time'
     if reason and engine == "vectorized":
         raise ValueError(f'Invalid engine: "vectorized", but {reason}. Take engine="auto" or "sequential".')
     return reason
@@ -228,13 +173,11 @@ def _side_by_side(
     task: Configurations, algorithms: Sequence[Algorithm], batch: int | None, memory_limit: int | None
 ) -> ReplicasResult:
     """Run batches of configurations; a batch for which there is not enough memory is halved."""
-    plan = None
+    plan, programs = None, CapturedPrograms()
+    route = _route(task, algorithms)
     if batch is None:
-        limit = memory_limit if memory_limit is not None else int((available(task.device) or 0) * MEMORY_SHARE)
-        if limit and len(algorithms) > PLANNED_BY and not task.not_repeatable_because:
-            plan = _memory_plan(task, algorithms)
-            batch = plan.most(limit)
-    batch = min(batch or len(algorithms), len(algorithms))
+        batch, plan = planned_batch(task, algorithms, memory_limit)
+    batch = min(batch, len(algorithms))
     if task.not_repeatable_because and batch < len(algorithms):
         raise ValueError(
             f"Invalid data: {task.not_repeatable_because}, and {len(algorithms)} configurations in batches of "
@@ -242,14 +185,14 @@ def _side_by_side(
         )
     found: list[ReplicasResult] = []
     done = 0
-    route = Route("vmap", "all configurations and nodes as one program")
     while done < len(algorithms):
         try:
-            run = ConfigurationBatch(task, algorithms[done : done + batch])
+            run = ConfigurationBatch(task, algorithms[done : done + batch], route, programs)
             run.train()
         except Exception as error:
             if not is_out_of_memory(error) or batch == 1:
                 raise
+            programs.release()
             batch = -(-batch // 2)
             warnings.warn(
                 f"Not enough memory: from here on {batch} configurations run side by side.", UserWarning, stacklevel=4
@@ -257,13 +200,31 @@ def _side_by_side(
             continue
         ended = {(r, done + c): end for (r, c), end in run.ended.items()}
         found.append(
-            ReplicasResult(run.weights(), run.final_buffers, run.losses, run.measured, ended, route, batch, plan)
+            ReplicasResult(run.weights(), run.final_buffers, run.losses, run.measured, ended, run.route, batch, plan)
         )
         done += batch
     return _joined(found, batch, plan)
 
 
-def _memory_plan(task: Configurations, algorithms: Sequence[Algorithm]) -> MemoryPlan:
+def _route(task: Configurations, algorithms: Sequence[Algorithm]) -> Route:
+    """Return the route that batches of configurations take first; all of them run by the same programs."""
+    steps = max(replica.batches.steps(node) for replica in task.replicas for node in range(replica.batches.nodes))
+    batches = -(-len(algorithms) // TYPICAL_BATCH)
+    return chosen_route(task.device, batches * task.rounds * steps, task.route)
+
+
+def planned_batch(
+    task: Configurations, algorithms: Sequence[Algorithm], memory_limit: int | None = None
+) -> tuple[int, MemoryPlan | None]:
+    """Return how many configurations fit into the memory side by side, and the plan where one was needed."""
+    limit = memory_limit if memory_limit is not None else int((available(task.device) or 0) * MEMORY_SHARE)
+    if not limit or len(algorithms) <= PLANNED_BY or task.not_repeatable_because:
+        return len(algorithms), None
+    plan = _memory_plan(task, algorithms, _route(task, algorithms))
+    return min(plan.most(limit), len(algorithms)), plan
+
+
+def _memory_plan(task: Configurations, algorithms: Sequence[Algorithm], route: Route) -> MemoryPlan:
     """Predict the memory of a batch from short runs of a few configurations.
 
     Two rounds of two steps: after them all states exist. The first and the last point of a grid differ in all settings.
@@ -272,8 +233,13 @@ def _memory_plan(task: Configurations, algorithms: Sequence[Algorithm]) -> Memor
     replicas = tuple(
         replace(r, policy=replace(r.policy, rounds=2), batches=_FewSteps(r.batches, 2)) for r in task.replicas
     )
-    short = replace(task, replicas=replicas, measure=None)
-    return planned(lambda n: ConfigurationBatch(short, few[:n]).train(), task.device)
+    short = replace(task, replicas=replicas, measure=None, judge=None)
+    # before them a plain run: compiling for 2 configurations twice would take as long as the plan itself
+    return planned(
+        lambda n: ConfigurationBatch(short, few[:n], route).train(),
+        task.device,
+        first=lambda: ConfigurationBatch(short, few[:2]).train(),
+    )
 
 
 class _FewSteps:
@@ -314,6 +280,11 @@ def _joined(found: Sequence[ReplicasResult], batch: int, plan: MemoryPlan | None
 
 def _one_after_another(task: Configurations, algorithms: Sequence[Algorithm], route: Route) -> ReplicasResult:
     """Run every configuration with every seed by the sequential engine."""
+    if task.judge is not None:
+        raise ValueError(
+            f"Invalid judge: configurations run one after another ({route.reason}), and none has neighbours to be "
+            "judged with. Run all of them for fewer rounds, and those that stay again for more."
+        )
     shape = (len(task.replicas), 1, task.rounds)
     found = []
     for c, algorithm in enumerate(algorithms):
@@ -348,7 +319,7 @@ def _simulated(
         # a function of all seeds: the others get the weights of this one, and their numbers are not used
         stacked = {
             name: p.detach()[None].expand(len(task.replicas), *p.shape)[:, None]
-            for name, p in _trained(trained).items()
+            for name, p in (_trained(trained) | _buffers(trained)).items()
         }
         return {key: float(values[r, 0]) for key, values in task.measure(len(rows) + 1, stacked).items()}
 

@@ -30,12 +30,17 @@ class Engine(Protocol):
     repeatability_probe: dict[str, Any]
 
     def contributions(
-        self, state: GlobalState, participants: Participants, keep_local: Collection[int] = ()
+        self, state: GlobalState, participants: Participants, diverging: Collection[int] = ()
     ) -> Iterator[Contribution]:
         """Train every participant of the next round, in ascending order.
 
-        keep_local: nodes whose last weights are kept, because they continue from them.
+        A contribution may alias the model's memory: use it before you advance the iterator.
+
+        diverging: nodes that start their next round from the weights that they end this one with.
         """
+
+    def load_into_model(self, state: GlobalState) -> None:
+        """Load the global weights and buffers into the model; no contribution is used any more."""
 
     def keep_node_states(self, result: RoundResult) -> None:
         """Take over what nodes keep after a round."""

@@ -23,10 +23,11 @@ from tailopt.progress import RoundProgress
 from tailopt.records import checkpoints
 from tailopt.records.folder import Run
 from tailopt.records.lock import LostLock
+from tailopt.rounds.auto_thresholds import RoundThresholds
 from tailopt.rounds.drops import DROPPED
-from tailopt.rounds.hyperparameters import AlgorithmHyperparameters
+from tailopt.rounds.hyperparameters import RuleHyperparameters
 from tailopt.rounds.policy import RoundPolicy
-from tailopt.rounds.round import GlobalState, RoundMean, RoundResult, finish_round
+from tailopt.rounds.round import GlobalState, RoundMean, RoundResult, finish_round, statistics_of_outer_step
 from tailopt.rounds.settle import EveryoneExcluded
 
 Logger = Callable[[dict[str, Any]], None]
@@ -68,7 +69,8 @@ class Loop:
     Args:
         engine: produces the displacements.
         policy: of the rounds.
-        hparams: of both rules.
+        outer_schedule: the outer rule, with its hyperparameters in every round.
+        thresholds: those of both rules that are "auto".
         reporting: what is shown and written.
         run: the run folder, or None.
     """
@@ -77,15 +79,18 @@ class Loop:
         self,
         engine: Engine,
         policy: RoundPolicy,
-        hparams: AlgorithmHyperparameters,
+        outer_schedule: RuleHyperparameters,
+        thresholds: RoundThresholds,
         reporting: Reporting,
         run: Run | None = None,
     ) -> None:
         assert policy.rounds is not None
         self.rounds = policy.rounds
         self.history: list[dict[str, Any]] = []
-        self._engine, self._policy, self._hparams, self._reporting, self._run = engine, policy, hparams, reporting, run
+        self._engine, self._policy, self._reporting, self._run = engine, policy, reporting, run
+        self._outer_schedule, self._thresholds = outer_schedule, thresholds
         self._outer_cache = StepCache()
+        self._in_outer_step = False  # while the state has parts of two rounds
         self._state_is_ahead = False  # while the state contains a round whose row is not in the history yet
 
     def resume(self, state: GlobalState) -> None:
@@ -96,7 +101,7 @@ class Loop:
         if snapshot is None:
             run.require_no_rows()
             return
-        restore(snapshot, state, self._engine)
+        restore(snapshot, state, self._engine, self._thresholds)
         self._engine.check_repeatable()  # before anything is dropped
         checkpoints.rewind(run.path, state.round)
         run.rewind(state.round, snapshot.provenance and snapshot.provenance.history_chain)
@@ -108,7 +113,7 @@ class Loop:
             )
 
     def go(self, state: GlobalState) -> None:
-        """Run until `rounds` are done, or until something stops it."""
+        """Run until `rounds` are done, or until something stops it; then the model has the last whole round."""
         saved = state.round if self.history or state.round else -1
         every = self._reporting.checkpoint_every
         try:
@@ -132,23 +137,30 @@ class Loop:
                 )
                 raise error.ending_run(last) from None
             raise
+        finally:
+            # during an outer step it is the model that has the last whole round, and no longer the state
+            if not self._in_outer_step:
+                self._engine.load_into_model(state)
 
     def _one_round(self, state: GlobalState) -> dict[str, Any]:
         began = time.perf_counter()
         t, policy = state.round + 1, self._policy
         participants, lost = policy.draw(t), policy.draw_drops(t)
-        hparams = self._hparams.outer.at(t)
+        hparams, thresholds_entry = self._outer_schedule.at(t), self._thresholds.history_entry()
         with torch.no_grad():
             mean = RoundMean(state, participants, policy, lost)
-            keep_local = lost if policy.keeps_local_weights else ()
-            for contribution in self._engine.contributions(state, participants, keep_local):
+            diverging = lost if policy.dropped_nodes_diverge else ()
+            for contribution in self._engine.contributions(state, participants, diverging):
                 mean.add(contribution)
             result = mean.result()
             trained = time.perf_counter()
-            self._state_is_ahead = True
-            finish_round(state, result, self._hparams.outer.rule, hparams, policy, self._outer_cache)
+            self._engine.load_into_model(state)  # so that an outer step that is interrupted can be undone
+            self._in_outer_step = self._state_is_ahead = True
+            finish_round(state, result, self._outer_schedule.rule, hparams, policy, self._outer_cache)
+            self._in_outer_step = False
+            self._update_thresholds(state, result)
         self._engine.keep_node_states(result)
-        row = self._row(state, result)
+        row = {**self._row(state, result), **thresholds_entry}
         if self._run is not None:
             self._run.append(row, {"local": trained - began, "round_seconds": time.perf_counter() - began})
         self.history.append(row)
@@ -157,6 +169,16 @@ class Loop:
             if excluded.reason != DROPPED:  # a simulation drops what the user asked it to drop
                 self._warn(f"Round {t} goes on without {excluded}.")
         return row
+
+    def _update_thresholds(self, state: GlobalState, result: RoundResult) -> None:
+        """Compute the next round's thresholds, where they are "auto", from what this round clipped."""
+        thresholds = self._thresholds
+        outer = [] if thresholds.outer is None else statistics_of_outer_step(state, result, thresholds.outer)
+        for text in thresholds.update_from(result.settlement, result.threshold_statistics, outer):
+            if text not in thresholds.choices:
+                self._warn(text)
+            elif self._run is not None:
+                self._run.log(text)
 
     def _row(self, state: GlobalState, result: RoundResult) -> dict[str, Any]:
         metrics: dict[str, Any] = {}
@@ -176,7 +198,7 @@ class Loop:
             return state.round
         self._run.check_lock()
         self._run.sync()
-        save(self._run, state, self._engine)
+        save(self._run, state, self._engine, self._thresholds)
         checkpoints.prune(self._run.path, self._reporting.keep)
         return state.round
 

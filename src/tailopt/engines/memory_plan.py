@@ -6,6 +6,7 @@ number of them.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,29 +40,47 @@ class MemoryPlan:
         return max(1, (limit - self.constant) // max(1, self.slope))
 
 
-def planned(run: Callable[[int], Any], device: torch.device) -> MemoryPlan:
+def planned(run: Callable[[int], Any], device: torch.device, first: Callable[[], Any] | None = None) -> MemoryPlan:
     """Return the plan of a program that `run` runs with a number of configurations; it runs with 2 and with 3.
 
     Not with 1: numbers in which configurations differ are tensors only where there are several.
+
+    Args:
+        first: what runs before, by default `run(2)`: what the first call allocates for good is not the program's.
     """
-    run(2)  # what the first call allocates for good is not the program's
+    if first is None:
+        run(2)
+    else:
+        first()
     two, three = (peak(lambda n=n: run(n), device) for n in (2, 3))  # type: ignore[misc]
+    release_unused(device)
     return MemoryPlan(max(0, 3 * two - 2 * three), max(1, three - two))
 
 
 def peak(run: Callable[[], Any], device: torch.device) -> int:
-    """Return how many bytes of tensors a function holds at most, beside those that exist before."""
+    """Return how many bytes of tensors a function holds at most, beside those that exist before.
+
+    On a GPU: how many torch reserves. That is what must fit, and a captured graph reserves memory of its own.
+    """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        release_unused(device)
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        before = torch.cuda.memory_reserved(device)
         run()
         torch.cuda.synchronize(device)
-        return int(torch.cuda.max_memory_allocated(device)) - before
+        return int(torch.cuda.max_memory_reserved(device)) - before
     live = _LiveBytes()
     with live:
         run()
     return live.peak
+
+
+def release_unused(device: torch.device) -> None:
+    """Give memory back to a GPU that torch keeps for later."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
 
 class _LiveBytes(TorchDispatchMode):

@@ -43,8 +43,8 @@ class ModelState:
         buffers = {name: buffer.clone() for name, buffer in self.buffers.tensors().items()}
         return GlobalState(self.names, weights, buffers, [{} for _ in weights], mean, flat=flat)
 
-    def local_state(self) -> DivergedState:
-        """Return a copy of the model as it is now, in host memory."""
+    def diverged_state(self) -> DivergedState:
+        """Return a copy of the weights and buffers as they are now, in host memory."""
         buffers = {name: b.to("cpu", copy=True) for name, b in self.buffers.tensors().items()}
         return DivergedState([w.to("cpu", copy=True) for w in self.weights], buffers)
 
@@ -63,10 +63,10 @@ class ModelState:
         return [w if w.dtype == p.dtype else p.clone() for p, w in zip(self.weights, state.weights, strict=True)]
 
     @torch.no_grad()
-    def load_local(self, local: DivergedState) -> None:
-        """Load a node's own weights and buffers."""
-        torch._foreach_copy_(self.weights, local.weights)
-        self.buffers.load(local.buffers)
+    def load_diverged(self, diverged: DivergedState) -> None:
+        """Load the weights and buffers from which a diverged node continues."""
+        torch._foreach_copy_(self.weights, diverged.weights)
+        self.buffers.load(diverged.buffers)
 
     @torch.no_grad()
     def load_average(self, state: GlobalState) -> None:

@@ -24,8 +24,10 @@ from tailopt.clipping.counts import Counts, StatisticsRecorder, count_in_torch
 from tailopt.clipping.step_cache import StepCache
 from tailopt.engines.batches import BatchSource, LossFunction, batch_digest, to_device
 from tailopt.engines.model_state import ModelState, as_real
+from tailopt.engines.routes import VMAP, Route
 from tailopt.evaluation import evaluating
 from tailopt.rounds.block_norm import sequential_sum
+from tailopt.rounds.gradient_statistics import GradientRecorder, clipped_by_step
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.hyperparameters import RuleHyperparameters
 from tailopt.rounds.participants import Participants
@@ -43,7 +45,7 @@ class LocalTraining:
 
     Args:
         algorithm: whose inner rule takes the steps.
-        hparams: of that rule.
+        inner_schedule: that rule, with its hyperparameters in every round and local step.
         loss: (model, batch) -> a scalar tensor.
         batches: of every node.
         seed: of the run.
@@ -51,10 +53,11 @@ class LocalTraining:
         precision: a key of `PRECISIONS`.
         statistics: whether the gradients' coordinates are counted.
         resumable: whether the first batch of a round is remembered, to be asked for again when the run is resumed.
+        route: of an engine that trains all nodes at once.
     """
 
     algorithm: Algorithm
-    hparams: RuleHyperparameters
+    inner_schedule: RuleHyperparameters
     loss: LossFunction
     batches: BatchSource
     seed: int
@@ -62,6 +65,7 @@ class LocalTraining:
     precision: str | None = None
     statistics: bool = False
     resumable: bool = False
+    route: Route = Route(VMAP, "asked for")
 
 
 class Sequential:
@@ -94,30 +98,33 @@ class Sequential:
         return self._model_state.global_state(average)
 
     def contributions(
-        self, state: GlobalState, participants: Participants, keep_local: Collection[int] = ()
+        self, state: GlobalState, participants: Participants, diverging: Collection[int] = ()
     ) -> Iterator[Contribution]:
         """Train every participant of the next round, in ascending order.
 
-        keep_local: nodes that continue from where they end. A contribution lies in the model's own memory: it is gone
-        when the next one is asked for.
+        A contribution aliases the model's memory: use it before you advance the iterator.
+
+        diverging: nodes that start their next round from the weights that they end this one with.
         """
         for node in participants.shares:
-            yield self._local_round(state, node, node in keep_local)
+            yield self._local_round(state, node, node in diverging)
 
-    def _local_round(self, state: GlobalState, node: int, keep_local: bool) -> Contribution:
+    def _local_round(self, state: GlobalState, node: int, diverges: bool) -> Contribution:
         t, training, model_state = state.round + 1, self._training, self._model_state
         model_state.load(state)
         start = model_state.weights_in_own_types(state)
-        local = self.diverged_states.get(node)
-        if local is not None:  # its displacement is still measured from the global weights
-            model_state.load_local(local)
+        diverged = self.diverged_states.get(node)
+        if diverged is not None:  # its displacement is still measured from the global weights
+            model_state.load_diverged(diverged)
         steps_done, steps = self.steps_done[node], training.batches.steps(node)
         inner = self._inner_states(state, node)
         # a node that did not start from the global weights may have come from anywhere: nothing bounds it
-        movement_bound = training.hparams.bound(t, steps_done, steps) if local is None else Bound(None)
-        recorder = StatisticsRecorder("counts", len(model_state.params)) if training.statistics else None
-        losses = self._local_steps(node, t, steps, inner, recorder)
-        ended = model_state.local_state() if keep_local else None
+        movement_bound = training.inner_schedule.bound(t, steps_done, steps) if diverged is None else Bound(None)
+        tensors, auto_thresholds = len(model_state.params), training.inner_schedule.auto_thresholds
+        statistics_recorder = StatisticsRecorder("counts", tensors) if training.statistics else None
+        threshold_recorder = None if auto_thresholds is None else auto_thresholds.recorder(tensors)
+        losses = self._local_steps(node, t, steps, inner, statistics_recorder, threshold_recorder)
+        diverged_state = model_state.diverged_state() if diverges else None
         delta, flat = model_state.take_displacement(state, start)
         return Contribution(
             node=node,
@@ -129,15 +136,22 @@ class Sequential:
             movement_bound=movement_bound,
             steps=steps,
             inner_state=[copied_to(s, "cpu") for s in inner] if training.algorithm.inner_state == "keep" else None,
-            diverged_state=ended,
-            statistics=recorder.take(len(model_state.params)) if recorder is not None else None,
+            diverged_state=diverged_state,
+            statistics=None if statistics_recorder is None else statistics_recorder.take(tensors),
+            threshold_statistics=None if threshold_recorder is None else threshold_recorder.statistics(),
         )
 
     def _local_steps(
-        self, node: int, t: int, steps: int, inner: Sequence[State], recorder: StatisticsRecorder | None
+        self,
+        node: int,
+        t: int,
+        steps: int,
+        inner: Sequence[State],
+        statistics_recorder: StatisticsRecorder | None,
+        threshold_recorder: GradientRecorder | None,
     ) -> list[Tensor]:
         """Take the local steps of a node's round; returns their losses."""
-        params, steps_done, at = self._model_state.params, self.steps_done[node], self._training.hparams.at
+        params, steps_done, at = self._model_state.params, self.steps_done[node], self._training.inner_schedule.at
         seed = derive_seed(self._seed, "model", t, node)
         seed_python_and_numpy(seed)
         batches = self._training.batches.batches(node, t, steps_done, steps)
@@ -152,7 +166,9 @@ class Sequential:
                 losses.append(self._backward(to_device(batch, self._device), params))
             except Exception as error:
                 raise _with_location(error, node, t, step) from error.__cause__
-            self._inner_step(params, inner, at(t, steps_done + step), recorder)
+            self._inner_step(params, inner, at(t, steps_done + step), statistics_recorder)
+            if threshold_recorder is not None:
+                self._record_clipped(params, inner, threshold_recorder, steps_done + step)
         for p in params:
             p.grad = None
         return losses
@@ -189,7 +205,7 @@ class Sequential:
         params: Sequence[torch.nn.Parameter],
         states: Sequence[State],
         hparams: Hyperparameters,
-        recorder: StatisticsRecorder | None,
+        statistics_recorder: StatisticsRecorder | None,
     ) -> None:
         weights = self._model_state.weights
         grads = [g for p in params if (g := p.grad) is not None]
@@ -200,12 +216,22 @@ class Sequential:
         if not all_move:  # a parameter that the loss did not reach keeps its value and its state
             hparams = {k: [v[i] for i in moving] if isinstance(v, list) else v for k, v in hparams.items()}
             weights, states = [weights[i] for i in moving], [states[i] for i in moving]
-        if recorder is not None:
-            thresholds = self._training.hparams.rule.thresholds(weights, grads, hparams)
+        if statistics_recorder is not None:
+            thresholds = self._training.inner_schedule.rule.thresholds(weights, grads, hparams)
             for i, g, of_tensor in zip(moving, grads, thresholds, strict=True):
-                count_in_torch(g.coalesce() if g.is_sparse else g, i, of_tensor, recorder.counters(g.device))
+                count_in_torch(g.coalesce() if g.is_sparse else g, i, of_tensor, statistics_recorder.counters(g.device))
         if weights:
-            self._training.hparams.rule.step(weights, grads, states, hparams, self._step_cache)
+            self._training.inner_schedule.rule.step(weights, grads, states, hparams, self._step_cache)
+
+    def _record_clipped(
+        self, params: Sequence[torch.nn.Parameter], states: Sequence[State], recorder: GradientRecorder, steps_done: int
+    ) -> None:
+        """Record what a step clipped, from which thresholds that are "auto" follow."""
+        assert self._training.inner_schedule.auto_thresholds is not None
+        moving = [i for i, p in enumerate(params) if p.grad is not None]
+        grads = [as_real(g) for p in params if (g := p.grad) is not None]
+        momentum = self._training.inner_schedule.auto_thresholds.momentum
+        recorder.add(moving, clipped_by_step(grads, [states[i] for i in moving], momentum), steps_done)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._autocast_dtype is None:
@@ -218,13 +244,14 @@ class Sequential:
         The steps of every participant count. A node that the guard or a robust mean excluded keeps the inner state from
         before the round; one whose contribution was lost keeps its new one.
         """
-        # only now: where a round fails on bad data, the user may repair them, and is asked for the repaired batch
+        # The probe is that of a finished round. Where a round fails on bad data, the user may repair them and resume: a
+        # probe of that round would refuse the repaired data.
         self.repeatability_probe = self._pending_probe
         for node, steps in result.settlement.steps.items():
             self.steps_done[node] += steps
             self.diverged_states.pop(node, None)
-        self.diverged_states.update(result.kept.diverged_states)
-        self.inner_states.update(result.kept.inner_states)
+        self.diverged_states.update(result.node_states.diverged_states)
+        self.inner_states.update(result.node_states.inner_states)
 
     def evaluate(self, state: GlobalState, function: Callable[[torch.nn.Module], Mapping[str, Any]]) -> dict[str, Any]:
         """Return the user's metrics of the global model, in evaluation mode."""

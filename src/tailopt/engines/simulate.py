@@ -19,6 +19,7 @@ from tailopt.engines.batches import BatchFunction, BatchSource, DatasetBatches, 
 from tailopt.engines.engine import Evaluate
 from tailopt.engines.loop import Loop, Reporting
 from tailopt.engines.model_state import ModelState, trainable
+from tailopt.engines.routes import chosen_route
 from tailopt.engines.sequential import PRECISIONS, LocalTraining, Sequential
 from tailopt.engines.vectorized import Vectorized
 from tailopt.evaluation import modes_of, restore_modes
@@ -26,7 +27,7 @@ from tailopt.records.folder import open_run
 from tailopt.records.run_config import storable
 from tailopt.rounds import robust
 from tailopt.rounds.drops import DropChooser
-from tailopt.rounds.hyperparameters import AlgorithmHyperparameters
+from tailopt.rounds.hyperparameters import AlgorithmHyperparameters, RuleHyperparameters
 from tailopt.rounds.participants import Chooser, checked_weights
 from tailopt.rounds.policy import RoundPolicy
 
@@ -42,7 +43,9 @@ class Result:
         average: with the iterate average, or None where it was not asked for.
         history: a dict for each round: round (from 1), loss (over the local steps, weighted like the nodes),
             participants, their local steps, weights (as used), excluded (node, tensor, value, bound, reason), metrics,
-            statistics.
+            statistics; where thresholds are "auto" also thresholds (u, d and s of the round, inside and outside; None
+            during calibration).
+        thresholds: what "auto" has chosen, a line for each level.
     """
 
     model: torch.nn.Module
@@ -50,6 +53,7 @@ class Result:
     history: list[dict[str, Any]]
     algorithm: Algorithm
     seed: int
+    thresholds: tuple[str, ...] = ()
 
 
 def simulate(
@@ -108,7 +112,8 @@ def simulate(
         weights: of the nodes in the mean: None for equal, "samples" for the sizes of their data, or a sequence.
         participation: the fraction of nodes in a round, or a function (round, generator) -> node numbers;
             `participants` is a count.
-        sampling: "uniform" draws distinct nodes; "proportional" draws with replacement by weight.
+        sampling: "uniform" draws distinct nodes, whose weights count in the mean; "proportional" draws with replacement
+            by weight, and every draw counts alike. A function as `participation` draws itself: only "uniform" then.
         drops: the probability that a contribution is lost after the local steps, or a function (round, generator) ->
             node numbers. The others renormalise; a round in which nothing arrives takes no outer step.
         on_drop: where a node whose contribution was lost goes on: "sync", from the synchronised weights, or "keep",
@@ -185,11 +190,18 @@ def simulate(
 
 @dataclass(frozen=True)
 class RunFolderOptions:
-    """Where a simulation is recorded: its run folder, and further entries of its configuration."""
+    """Where a simulation is recorded, and what the folder's configuration says beside what decides the bits.
+
+    Args:
+        folder: the run folder, or None.
+        resume: whether to continue from its last checkpoint.
+        extra_config: entries that the simulation itself does not know, such as the batch size.
+        describe: entries of the user's, which override others of the same name.
+    """
 
     folder: str | os.PathLike[str] | None
     resume: bool
-    config: Mapping[str, Any]
+    extra_config: Mapping[str, Any]
     describe: Mapping[str, Any]
 
     def __post_init__(self) -> None:
@@ -222,39 +234,40 @@ class Simulation:
                 "Use a map-style dataset without a sampler, or leave `run` out."
             )
         device = torch.device(self.device) if self.device is not None else next(self.model.parameters()).device
-        hparams = AlgorithmHyperparameters(self.algorithm, self.schedules, trainable(self.model)[0])
-        hparams.check_first_round()
+        hyperparameters = AlgorithmHyperparameters(self.algorithm, self.schedules, trainable(self.model)[0])
+        hyperparameters.check_first_round()
+        thresholds = hyperparameters.thresholds
         working = (self.model if inplace else copy.deepcopy(self.model)).to(device)
         modes = modes_of(working)
-        engine = ENGINES[self.engine](working, self._training(hparams, device, reporting.statistics, records))
-        state = engine.initial_state(self.policy.average)
-        with restoring_global_rng(device):
-            config = self._config(reporting.statistics, records)
-            run = open_run(records.folder, config, records.resume) if records.folder is not None else None
-            try:
-                loop = Loop(engine, self.policy, hparams, reporting, run)
-                if records.resume:
-                    loop.resume(state)
+        try:
+            training = self._training(hyperparameters.inner, device, reporting.statistics, records)
+            engine = ENGINES[self.engine](working, training)
+            state = engine.initial_state(self.policy.average)
+            with restoring_global_rng(device):
+                config = self._config(reporting.statistics, records)
+                run = open_run(records.folder, config, records.resume) if records.folder is not None else None
                 try:
+                    loop = Loop(engine, self.policy, hyperparameters.outer, thresholds, reporting, run)
+                    if records.resume:
+                        loop.resume(state)
                     loop.go(state)
-                finally:  # a model changed in place holds a whole round, also where one was interrupted
-                    engine.load_into_model(state)
-                    restore_modes(modes)
-            finally:
-                if run is not None:
-                    run.close()
-            mean = None
-            if state.average is not None:
-                mean = copy.deepcopy(working)
-                ModelState(mean).load_average(state)
-        return Result(working, mean, loop.history, self.algorithm, self.policy.seed)
+                finally:
+                    if run is not None:
+                        run.close()
+        finally:  # the engine changed the modes; where the folder is refused, that is all that it changed
+            restore_modes(modes)
+        mean = None
+        if state.average is not None:
+            mean = copy.deepcopy(working)
+            ModelState(mean).load_average(state)
+        return Result(working, mean, loop.history, self.algorithm, self.policy.seed, thresholds.choices)
 
     def _training(
-        self, hparams: AlgorithmHyperparameters, device: torch.device, statistics: bool, records: RunFolderOptions
+        self, inner_schedule: RuleHyperparameters, device: torch.device, statistics: bool, records: RunFolderOptions
     ) -> LocalTraining:
         return LocalTraining(
             algorithm=self.algorithm,
-            hparams=hparams.inner,
+            inner_schedule=inner_schedule,
             loss=self.loss,
             batches=self.batches,
             seed=self.policy.seed,
@@ -262,7 +275,13 @@ class Simulation:
             precision=self.precision,
             statistics=statistics,
             resumable=records.folder is not None,
+            route=chosen_route(device, self._steps_in_run()),
         )
+
+    def _steps_in_run(self) -> int:
+        """Return how many local steps a node takes at most in the whole run."""
+        steps = max(self.batches.steps(node) for node in range(self.batches.nodes))
+        return (self.policy.rounds or 1) * steps
 
     def _config(self, statistics: bool, records: RunFolderOptions) -> dict[str, Any]:
         """Return what the run folder says about this simulation.
@@ -278,7 +297,7 @@ class Simulation:
             **algorithm_config(self.algorithm),
             "schedules": dict(named),
             **dict.fromkeys(("rounds", "local_steps", "local_epochs")),
-            **records.config,
+            **records.extra_config,
             **policy,
             "precision": self.precision,
             "statistics": statistics,

@@ -18,13 +18,14 @@ from tailopt.engines.sequential import copied_to
 from tailopt.records import checkpoints
 from tailopt.records.folder import Run
 from tailopt.records.model_check import ModelLayout, TensorSpec, check_same_model
+from tailopt.rounds.auto_thresholds import NO_AUTO_THRESHOLDS, RoundThresholds, checked_state
 from tailopt.rounds.round import DivergedState, GlobalState
 from tailopt.rules.rule import State
 
 
-def save(run: Run, state: GlobalState, engine: Engine) -> Path:
+def save(run: Run, state: GlobalState, engine: Engine, thresholds: RoundThresholds = NO_AUTO_THRESHOLDS) -> Path:
     """Write everything that a run needs to continue."""
-    tensors, packed = checkpoints.pack(
+    tensors, structure = checkpoints.pack(
         {
             "weights": dict(zip(state.names, state.weights, strict=True)),
             "buffers": state.buffers,
@@ -37,18 +38,21 @@ def save(run: Run, state: GlobalState, engine: Engine) -> Path:
     inner: dict[str, Any] = {}
     for node, states in engine.inner_states.items():
         nodes[node], inner[str(node)] = checkpoints.pack(states, "inner")
-    local: dict[str, Any] = {}
+    diverged: dict[str, Any] = {}
     for node, at in engine.diverged_states.items():
-        more, local[str(node)] = checkpoints.pack({"weights": at.weights, "buffers": at.buffers}, "own")
-        nodes[node] = {**nodes.get(node, {}), **more}
+        own, diverged[str(node)] = checkpoints.pack({"weights": at.weights, "buffers": at.buffers}, "own")
+        nodes[node] = {**nodes.get(node, {}), **own}
+    # "own" are the diverged states, and "taken" the local steps done: the format keeps the names that it began with
     meta = {
-        "global": packed,
+        "global": structure,
         "inner": inner,
-        "own": local,
+        "own": diverged,
         "taken": engine.steps_done,
         "probe": engine.repeatability_probe,
+        # left out where nothing is "auto": checkpoints keep their bytes
+        **({"thresholds": thresholds.state()} if thresholds.levels else {}),
     }
-    return checkpoints.save(run.path, state.round, tensors, nodes, meta, owner=run.checkpoint_owner)
+    return checkpoints.save(run.path, state.round, tensors, nodes, meta, writer=run.checkpoint_writer)
 
 
 def check(run: Run, snapshot: checkpoints.Snapshot, path: Path) -> None:
@@ -67,29 +71,34 @@ class _Contents(NamedTuple):
     probe: dict[str, Any]
     inner_states: dict[int, list[State]]
     diverged_states: dict[int, DivergedState]
+    thresholds: dict[str, Any]
 
 
 def _contents(snapshot: checkpoints.Snapshot) -> _Contents:
     """Return what a checkpoint holds, in the form in which `save` took it."""
     meta, nodes = snapshot.meta, snapshot.nodes
     shared = checkpoints.unpack(snapshot.tensors, meta["global"])
-    local = meta.get("own", {})  # older checkpoints lack it
+    diverged = meta.get("own", {})  # older checkpoints lack it
     if meta["probe"] and not meta["probe"].keys() >= {"node", "round", "taken", "digest"}:
         raise KeyError(f"probe has {sorted(meta['probe'])}")
     return _Contents(
         {key: shared[key] for key in ("weights", "buffers", "outer", "average")},
         [int(steps) for steps in meta["taken"]],
         dict(meta["probe"]),
-        {int(n): checkpoints.unpack(nodes[int(n)], packed) for n, packed in meta["inner"].items()},
-        {int(n): DivergedState(**checkpoints.unpack(nodes[int(n)], packed)) for n, packed in local.items()},
+        {int(n): checkpoints.unpack(nodes[int(n)], structure) for n, structure in meta["inner"].items()},
+        {int(n): DivergedState(**checkpoints.unpack(nodes[int(n)], structure)) for n, structure in diverged.items()},
+        checked_state(meta.get("thresholds", {})),
     )
 
 
-def restore(snapshot: checkpoints.Snapshot, state: GlobalState, engine: Engine) -> None:
+def restore(
+    snapshot: checkpoints.Snapshot, state: GlobalState, engine: Engine, thresholds: RoundThresholds = NO_AUTO_THRESHOLDS
+) -> None:
     """Load a checkpoint into a new state and engine; refuse one of another model."""
     contents = _contents(snapshot)
     shared = contents.shared
     check_same_model(*_layouts(shared, state))
+    thresholds.load_state(contents.thresholds)
     device = state.weights[0].device if state.weights else torch.device("cpu")
     for name, weight in zip(state.names, state.weights, strict=True):
         weight.copy_(shared["weights"][name])

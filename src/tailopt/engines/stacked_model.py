@@ -13,7 +13,7 @@ model does not change, stay unstacked.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tailopt.engines.attention import batchable_copy
 from tailopt.engines.batches import LossFunction
+from tailopt.engines.folded_attention import folding_attention
 from tailopt.engines.memory_plan import is_out_of_memory
 from tailopt.engines.model_state import Buffers, trainable
-from tailopt.engines.routes import ROUTES, VmapRefused
+from tailopt.engines.routes import VmapRefused
 from tailopt.engines.shared_linear import folding_linear_layers
 
 
@@ -44,7 +45,6 @@ class StackedModel:
         loss: (model, batch) -> a scalar tensor.
         autocast_dtype: of mixed precision, or None.
         configurations: whether weights have a second leading dimension, along which the batch is shared.
-        route: a key of `ROUTES`.
 
     Attributes:
         names: of the trained parameters.
@@ -58,7 +58,6 @@ class StackedModel:
         loss: LossFunction,
         autocast_dtype: torch.dtype | None = None,
         configurations: bool = False,
-        route: str = "vmap",
     ) -> None:
         self.names, params = trainable(model)
         self._device = params[0].device
@@ -67,7 +66,6 @@ class StackedModel:
         self._program = _Program(batchable_copy(model), loss)
         self._autocast_dtype, self._configurations = autocast_dtype, configurations
         self._keys = [f"model.{name}" for name in self.names]
-        self._gradients = ROUTES[route](self._losses_and_gradients)
 
     def look_at(self, model: torch.nn.Module, batch: Any) -> None:
         """Run the model itself once, to see which buffers it changes and whether it draws random numbers.
@@ -118,25 +116,50 @@ class StackedModel:
         """
         leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         try:
-            found: StackedGradients = self._gradients(weights, [buffers[n] for n in self.changing], leaves, batch)
+            return self.losses_and_gradients(weights, [buffers[n] for n in self.changing], leaves, batch)
         except Exception as error:
             if isinstance(error, _InvalidLoss) or is_out_of_memory(error):
                 raise
             raise VmapRefused.of(error) from error
-        return found
 
-    def _losses_and_gradients(
-        self, weights: Sequence[Tensor], buffers: list[Tensor], leaves: list[Tensor], batch: Any
+    def constants(self) -> dict[str, Tensor]:
+        """Return what the program reads and nobody stacks: frozen weights, and buffers that do not change."""
+        stacked = {*self.names, *self.changing}
+        model = self._program.model
+        both = [*model.named_parameters(), *model.named_buffers()]
+        return {name: t.detach() for name, t in both if name not in stacked}
+
+    def losses_and_gradients(
+        self,
+        weights: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        batch: Any,
+        constants: Mapping[str, Tensor] | None = None,
     ) -> StackedGradients:
+        """Do the work of `gradients`, whose errors are torch's own here.
+
+        Args:
+            weights: stacked, by parameter.
+            buffers: stacked, in the order of `changing`.
+            leaves: the tensors of the batch, stacked by node.
+            batch: where the leaves belong; its own tensors are not read.
+            constants: in place of the program's own, so that a trace has no tensors besides its arguments.
+        """
+        fixed = {f"model.{name}": t for name, t in (constants or {}).items()}
         moving = [w.detach().requires_grad_() for w in weights]
 
-        def one(weights: list[Tensor], buffers: list[Tensor], leaves: list[Tensor]) -> Any:
-            values = dict(zip(self._keys, weights, strict=True))
+        def one(weights: Sequence[Tensor], buffers: Sequence[Tensor], leaves: Sequence[Tensor]) -> Any:
+            values = fixed | dict(zip(self._keys, weights, strict=True))
             # cloned: a model that writes into its buffers would write into the caller's
             values |= {f"model.{name}": b.clone() for name, b in zip(self.changing, buffers, strict=True)}
             tensors = iter(leaves)
             own = tree_map(lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf, batch)
-            with folding_linear_layers() if self._configurations and not self.draws else nullcontext():
+            with ExitStack() as stack:
+                if self._configurations and not self.draws:
+                    stack.enter_context(folding_linear_layers())
+                if self._device.type == "cuda":
+                    stack.enter_context(folding_attention())
                 return torch.func.functional_call(self._program, values, (own, self.changing))
 
         # different: every copy has its own dropout masks. Attention with dropout runs under one vmap, not under two, so
@@ -156,7 +179,7 @@ class StackedModel:
                     )
                     losses, new_buffers = losses.unflatten(0, shape), [b.unflatten(0, shape) for b in new_buffers]
                 else:
-                    losses, new_buffers = all_copies(moving, buffers, leaves)
+                    losses, new_buffers = all_copies(moving, list(buffers), list(leaves))
             if not losses.requires_grad:
                 raise _InvalidLoss(
                     "Invalid loss: it depends on no trainable parameter. Was it detached, or is all frozen?"

@@ -7,18 +7,19 @@ itself, with the numbers that it would have alone. Nothing is padded, so any los
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tailopt.engines.captured_steps import CapturedSteps
 from tailopt.engines.routes import VmapRefused
 from tailopt.engines.sequential import _with_location as with_location
 from tailopt.engines.sequential import seed_torch
 from tailopt.engines.stacked_batches import NodeBatches, signature, stacked
-from tailopt.engines.stacked_model import StackedModel
+from tailopt.engines.stacked_model import StackedGradients, StackedModel
 from tailopt.engines.stacked_rules import InnerSteps, Rows
 from tailopt.rules.rule import Hyperparameters
 from tailopt.seeds import derive_seed, step_seed
@@ -45,6 +46,7 @@ class StackedRound:
         seed: of the run.
         device: where the nodes compute.
         watch: called before each step with rows, weights, gradients and hyperparameters; for statistics.
+        captured: takes the steps of all nodes at once by compiled programs, or None.
     """
 
     program: StackedModel
@@ -54,6 +56,7 @@ class StackedRound:
     seed: int
     device: torch.device
     watch: Callable[[list[int], Sequence[Tensor], Sequence[Tensor | None], Hyperparameters], None] | None = None
+    captured: CapturedSteps | None = None
 
     def run(self, nodes: StackedNodes, sources: Sequence[NodeBatches], t: int) -> Tensor:
         """Take all local steps of round t, in place; returns the mean loss of every node, in float64."""
@@ -90,15 +93,25 @@ class StackedRound:
                 else:
                     total.index_add_(0, index, losses.double())
         assert total is not None
-        counts = torch.tensor([float(source.steps) for source in sources], dtype=torch.float64, device=self.device)
-        return total / counts.reshape(-1, *[1] * (total.dim() - 1))
+        return total / self._step_counts(sources).reshape(-1, *[1] * (total.dim() - 1))
+
+    def _step_counts(self, sources: Sequence[NodeBatches]) -> Tensor:
+        steps = [float(source.steps) for source in sources]
+        if len(set(steps)) == 1:  # filled on the device: a copy to it would wait for all steps
+            return torch.full((len(steps),), steps[0], dtype=torch.float64, device=self.device)
+        return torch.tensor(steps, dtype=torch.float64, device=self.device)
 
     def _step(self, nodes: StackedNodes, rows: list[int], index: Rows, batch: Any, hparams: Hyperparameters) -> Tensor:
         weights, buffers = nodes.weights, nodes.buffers
         if index is not None:
             weights = [w.index_select(0, index) for w in weights]
             buffers = {name: b.index_select(0, index) for name, b in buffers.items()}
-        losses, grads, new_buffers = self.program.gradients(weights, buffers, batch)
+        if self.captured is not None and index is None and self.watch is None:
+            taken = self.captured.step(weights, buffers, batch, hparams)
+            if taken is not None:
+                nodes.buffers.update(taken.buffers)
+                return taken.losses
+        losses, grads, new_buffers = self._gradients(weights, buffers, batch, everybody=index is None)
         if self.watch is not None:
             self.watch(rows, weights, grads, hparams)
         self.inner.step(index, weights, grads, hparams)
@@ -110,6 +123,18 @@ class StackedRound:
         for name, part in new_buffers.items():
             nodes.buffers[name].index_copy_(0, index, part)
         return losses
+
+    def _gradients(
+        self, weights: Sequence[Tensor], buffers: Mapping[str, Tensor], batch: Any, everybody: bool
+    ) -> StackedGradients:
+        if self.captured is not None:
+            if everybody:
+                found = self.captured.gradients(weights, buffers, batch)
+                if found is not None:
+                    return found
+            else:
+                self.captured.skip("not all nodes had batches of one shape")
+        return self.program.gradients(weights, buffers, batch)
 
     def _blame_the_model(self, batches: Sequence[tuple[int, Any]], t: int, step: int) -> None:
         """Raise the error that the model itself has with a node's batch, if it has one."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from tailopt.clipping.operators import compute_dtype
 from tailopt.clipping.step_cache import StepCache
 from tailopt.engines.model_state import as_real
-from tailopt.rules.rule import Hyperparameters, Rule, State, value_for_param
+from tailopt.rules.rule import Hyperparameters, Rule, State, is_active, value_for_param
 
 Rows = Tensor | None  # the nodes that step, as an index; None: all of them
 
@@ -101,6 +101,23 @@ class StackedSteps:
         if after != plain:
             for row in members:
                 self._plain[row] = after
+
+    def keeps_state(self, hparams: Hyperparameters) -> bool:
+        """Return whether a step leaves something for the next one; momentum that is 0 does not."""
+        names = self.rule.state_names
+        return bool(names) and (names != ("momentum_buffer",) or is_active(hparams.get("momentum", 0.0)))
+
+    def step_without_state(
+        self, weights: Sequence[Tensor], grads: Sequence[Tensor | None], hparams: Hyperparameters
+    ) -> None:
+        """Step on all nodes by a rule that keeps no state: nothing but the weights changes, so it can be traced."""
+        moving = [i for i, g in enumerate(grads) if g is not None]
+        chosen = {k: [v[i] for i in moving] if isinstance(v, list) else v for k, v in hparams.items()}
+        states: list[State] = [{} for _ in moving]
+        gradients = [as_real(g) for g in grads if g is not None]
+        self._rule_step([as_real(weights[i]) for i in moving], gradients, states, chosen, None)
+        if any(states):
+            raise RuntimeError(f"the rule {self.rule.name} keeps a state")
 
     def state(self, row: int) -> list[State]:
         """Return views of one node's states."""

@@ -16,7 +16,9 @@ from torch import Tensor
 from tailopt.clipping.counts import StatisticsRecorder, count_in_torch
 from tailopt.clipping.operators import compute_dtype
 from tailopt.engines.batches import batch_digest
+from tailopt.engines.captured_steps import CapturedSteps
 from tailopt.engines.model_state import as_real
+from tailopt.engines.routes import COMPILED, Route
 from tailopt.engines.sequential import PRECISIONS, LocalTraining, Sequential, copied_to
 from tailopt.engines.sequential import _with_location as with_location
 from tailopt.engines.stacked_batches import NodeBatches
@@ -33,17 +35,29 @@ class Vectorized(Sequential):
     """Local steps of all participants as one program; everything between rounds is the sequential engine's."""
 
     def __init__(self, model: torch.nn.Module, training: LocalTraining) -> None:
+        if training.inner_schedule.auto_thresholds is not None:
+            raise ValueError(
+                'Invalid engine: "vectorized" with i_u="auto", whose statistics are recorded node by node. Take '
+                'engine="sequential", or give i_u and i_d as numbers.'
+            )
         super().__init__(model, training)
         self._program = StackedModel(model, training.loss, PRECISIONS[training.precision])
-        rule = training.hparams.rule
+        rule = training.inner_schedule.rule
         named = isinstance(training.algorithm.inner, str)
         self._inner: InnerSteps = StackedSteps(rule) if named else SeparateSteps(rule)
+        compiled = training.route.name == COMPILED
+        self._captured = CapturedSteps(self._program, self._inner) if compiled else None
         self._stack: list[Tensor] = []  # the memory of the stacked weights, used again in every round
         self._model_is_known = False
         self._recorders: list[StatisticsRecorder] = []
 
+    @property
+    def route(self) -> Route:
+        """How the steps of the nodes ran, and why this way."""
+        return self._training.route if self._captured is None else self._captured.route
+
     def contributions(
-        self, state: GlobalState, participants: Participants, keep_local: Collection[int] = ()
+        self, state: GlobalState, participants: Participants, diverging: Collection[int] = ()
     ) -> Iterator[Contribution]:
         """Train all participants of the next round, and yield what each of them contributes, in ascending order."""
         nodes, t, training = list(participants.shares), state.round + 1, self._training
@@ -58,24 +72,25 @@ class Vectorized(Sequential):
         self._recorders = [StatisticsRecorder("counts", len(start)) for _ in nodes] if training.statistics else []
         losses = self._round().run(stacked, sources, t).tolist()
         self._program.check_constants(state.buffers)
-        ended = {row: self._local_state(stacked, state, row) for row, node in enumerate(nodes) if node in keep_local}
+        new_diverged = {r: self._diverged_state(stacked, state, r) for r, node in enumerate(nodes) if node in diverging}
         deltas = _displacements(stacked.weights, start)
         for row, (node, source) in enumerate(zip(nodes, sources, strict=True)):
             inner = None
             if training.algorithm.inner_state == "keep":
                 inner = [copied_to(s, "cpu") for s in self._inner.state(row)]
-            # a node that did not start from the global weights may have come from anywhere: nothing bounds it
-            diverged = node in self.diverged_states
+            movement_bound = training.inner_schedule.bound(t, source.steps_done, source.steps)
+            if node in self.diverged_states:  # it did not start from the global weights: nothing bounds it
+                movement_bound = Bound(None)
             yield Contribution(
                 node=node,
                 start=start,
                 delta=[d[row] for d in deltas],
                 buffers=_buffers(stacked, state, row),
                 loss=losses[row],
-                movement_bound=Bound(None) if diverged else training.hparams.bound(t, source.steps_done, source.steps),
+                movement_bound=movement_bound,
                 steps=source.steps,
                 inner_state=inner,
-                diverged_state=ended.get(row),
+                diverged_state=new_diverged.get(row),
                 statistics=self._recorders[row].take(len(start)) if self._recorders else None,
             )
 
@@ -83,11 +98,12 @@ class Vectorized(Sequential):
         return StackedRound(
             program=self._program,
             inner=self._inner,
-            hparams_at=self._training.hparams.at,
+            hparams_at=self._training.inner_schedule.at,
             plain_loss=self._plain_loss,
             seed=self._seed,
             device=self._device,
             watch=self._count if self._training.statistics else None,
+            captured=self._captured,
         )
 
     def _stacked(self, state: GlobalState, start: Sequence[Tensor], nodes: Sequence[int]) -> StackedNodes:
@@ -100,14 +116,14 @@ class Vectorized(Sequential):
         changing = self._program.changing
         buffers = {name: torch.stack([state.buffers[name]] * len(nodes)) for name in changing}
         for row, node in enumerate(nodes):
-            if (local := self.diverged_states.get(node)) is not None:
-                for whole, own in zip(self._stack, local.weights, strict=True):
+            if (diverged := self.diverged_states.get(node)) is not None:
+                for whole, own in zip(self._stack, diverged.weights, strict=True):
                     as_real(whole)[row].copy_(own)
                 for name in changing:
-                    buffers[name][row].copy_(local.buffers[name])
+                    buffers[name][row].copy_(diverged.buffers[name])
         return StackedNodes(list(self._stack), buffers)
 
-    def _local_state(self, nodes: StackedNodes, state: GlobalState, row: int) -> DivergedState:
+    def _diverged_state(self, nodes: StackedNodes, state: GlobalState, row: int) -> DivergedState:
         weights = [as_real(w)[row].to("cpu", copy=True) for w in nodes.weights]
         buffers = _buffers(nodes, state, row)
         return DivergedState(weights, {name: b.to("cpu", copy=True) for name, b in buffers.items()})
@@ -135,9 +151,10 @@ class Vectorized(Sequential):
         chosen: Mapping[str, Any] = {
             k: [v[i] for i in moving] if isinstance(v, list) else v for k, v in hparams.items()
         }
+        rule = self._training.inner_schedule.rule
         for k, row in enumerate(rows):
             own = [as_real(g[k]) for g in grads if g is not None]
-            thresholds = self._training.hparams.rule.thresholds([as_real(weights[i][k]) for i in moving], own, chosen)
+            thresholds = rule.thresholds([as_real(weights[i][k]) for i in moving], own, chosen)
             for i, g, of_tensor in zip(moving, own, thresholds, strict=True):
                 count_in_torch(g, i, of_tensor, self._recorders[row].counters(g.device))
 

@@ -3,8 +3,11 @@
     steps 1 to 50       calibration: a step is lr * sign(g), and every gradient is counted
     then                (lr / s) * clip(g; u, d), where one gradient in 50 is counted, and u and d follow it
 
+Where norms are clipped, a step of calibration is lr * g / ||g||, and every norm is kept, because the step knows it
+anyway: u and d follow the last 50.
+
 Everything is in the param group, so that a checkpoint has it: `group["thresholds"]` (None during calibration) and
-`group["calibration"]`, the counters so far. The counters are where the parameters are, and read once per 50 steps.
+`group["calibration"]`, the counters or norms so far. They are where the parameters are, and read once per 50 steps.
 `tailopt.thresholds` has the rules, and docs/results/thresholds.md what they were chosen by.
 """
 
@@ -17,14 +20,19 @@ import torch
 from torch import Tensor
 
 from tailopt.clipping.counts import Counts, add, read
-from tailopt.clipping.dtensor import over_shards, positions_by_process_groups
-from tailopt.clipping.operators import Number, check_kind
+from tailopt.clipping.dtensor import local_pair, over_shards, positions_by_process_groups
+from tailopt.clipping.operators import Number, check_kind, real_parts
 from tailopt.native.clip import Counters
 from tailopt.optimizers.threshold_warning import warn_caller
 from tailopt.thresholds import (
     AUTO,
     CALIBRATION,
+    DEFAULT,
+    NORM,
     SCALES,
+    Norms,
+    Scale,
+    Statistics,
     Thresholds,
     choose,
     lower_of_auto,
@@ -48,32 +56,59 @@ def check_auto(group: Group) -> Group:
         return group
     if not is_auto(group["u"]):
         check_kind("u", group["u"])
-        return {**group, "d": lower_of_auto(group["u"])}
+        return {**group, "d": _lower(group)}
     ratio_of_auto(group["d"])
     if group["scale"] not in SCALES:
         raise ValueError(f"Invalid scale: {group['scale']!r}; need one of {', '.join(map(repr, SCALES))}.")
-    for name in ("capturable", "differentiable"):
-        if group[name]:
-            raise ValueError(f"Invalid {name}: True with u='auto', which reads the gradients on the host; set u and d.")
     if group["thresholds"] is not None:
-        tensors = len(Thresholds.from_state(group["thresholds"]).u)
-        if tensors > 1 and tensors != len(group.get("params", ())):
-            raise ValueError(
-                f"Invalid thresholds: they are of {tensors} tensors, and the group has {len(group.get('params', ()))} "
-                "parameters. Add parameters with add_param_group, or set group['thresholds'] = None to calibrate again."
-            )
+        _check_length(len(Thresholds.from_state(group["thresholds"]).u), len(group.get("params", ())), group)
     return {**group, "u": float("inf"), "d": 0.0}
+
+
+def check_not_capturing() -> None:
+    """Raise while a CUDA graph is captured."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "u='auto' reads counts of gradients on the host, which a CUDA graph does not repeat. Set u and d for steps "
+            "that are captured, such as those in opt.param_groups[0]['thresholds'] after 50 steps."
+        )
+
+
+def _check_length(tensors: int, params: int, group: Group) -> None:
+    """Raise for thresholds that belong to other tensors, or to norms over another scope."""
+    again = "set group['thresholds'] = group['calibration'] = None to calibrate again."
+    if tensors > 1 and tensors != params:
+        raise ValueError(
+            f"Invalid thresholds: they are of {tensors} tensors, and the group has {params} parameters. Add parameters "
+            f"with add_param_group, or {again}"
+        )
+    if "scope" in group and tensors != (params if group["scope"] == "tensor" else 1):
+        raise ValueError(
+            f"Invalid thresholds: they are of {tensors} norms, and the group has {params} parameters with scope="
+            f"{group['scope']!r}, which was another when they were chosen. Give it back, or {again}"
+        )
 
 
 def numbers(group: Group) -> list[tuple[Number, Number, float]]:
     """u, d and s of every parameter of a group, or one entry for all; a step is (lr / s) * clip(g; u, d)."""
     if not is_auto(group["u"]):
-        return [(group["u"], lower_of_auto(group["u"]) if is_auto(group["d"]) else group["d"], 1.0)]
+        return [(group["u"], _lower(group) if is_auto(group["d"]) else group["d"], 1.0)]
     if group["thresholds"] is None:
         return [(1.0, 1.0, 1.0)]  # sign descent
     check_auto(group)  # the list of parameters may have changed since
     thresholds = Thresholds.from_state(group["thresholds"])
     return [thresholds.numbers(i) for i in range(len(thresholds.u))]
+
+
+def _lower(group: Group) -> Number:
+    """d where it is "auto" and u is not; a group with a scope clips norms."""
+    lower: Number = lower_of_auto(group["u"], NORM if "scope" in group else DEFAULT)
+    return lower
+
+
+def chosen_thresholds(groups: Sequence[Group]) -> list[str]:
+    """What was chosen, in a line for each group that has thresholds of its own."""
+    return [group["thresholds"]["reason"] for group in groups if group.get("thresholds") is not None]
 
 
 def is_calibrating(group: Group) -> bool:
@@ -83,42 +118,84 @@ def is_calibrating(group: Group) -> bool:
 
 def is_due(group: Group) -> bool:
     """Count a step of a group; returns whether its gradients are looked at."""
-    progress = group["calibration"] = group["calibration"] or {"steps": 0, "seen": 0}
-    progress["steps"] += 1
-    return is_calibrating(group) or progress["steps"] % PERIOD == 0
+    steps = _begin(group)["steps"]
+    return is_calibrating(group) or steps % PERIOD == 0
 
 
-def observe(group: Group, positions: Sequence[int], gradients: Sequence[Tensor]) -> None:
+def observe(
+    group: Group,
+    positions: Sequence[int],
+    gradients: Sequence[Tensor],
+    rule: str | None = None,
+    scale: Scale | None = None,
+) -> None:
     """Look at the gradients of a step that was taken, and choose or move the thresholds where it is time.
 
     Args:
         positions: of the parameters in the group.
         gradients: of these parameters, or the means that the step clipped; of a sharded one this rank's part.
+        rule, scale: of the choice; by default those of `choose` and of the group.
     """
     progress = group["calibration"]
-    _count(progress, len(group["params"]), positions, gradients)
+    count_gradients(progress, len(group["params"]), positions, gradients)
     progress["seen"] += 1
-    if is_calibrating(group) and progress["seen"] < CALIBRATION:
-        return
-    counts = _read(progress, len(group["params"]), group["params"])
+    if not is_calibrating(group) or progress["seen"] >= CALIBRATION:
+        _settle(group, read_counts(progress, len(group["params"]), group["params"]), rule, scale)
+
+
+def observe_norms(group: Group, norms: Tensor) -> None:
+    """The same for a step that clipped norms: keep them, and choose or move the thresholds after every 50.
+
+    Args:
+        norms: of the scopes of the group, one or one for each parameter; 0 where there was no gradient.
+    """
+    progress = _begin(group)
+    kept = progress.get("norms")
+    if kept is None or kept.shape[1] != norms.numel():  # a list of parameters that grew begins again
+        kept, progress["seen"] = norms.new_zeros(CALIBRATION, norms.numel(), dtype=torch.float64), 0
+    kept = progress["norms"] = kept.to(norms.device)  # a checkpoint may have been loaded onto another device
+    kept[progress["seen"] % CALIBRATION] = norms
+    progress["seen"] += 1
+    if progress["seen"] >= CALIBRATION:
+        _settle(group, [Norms(tuple(column)) for column in kept.T.tolist()])
+
+
+def _begin(group: Group) -> dict[str, Any]:
+    """Count a step of a group."""
+    progress: dict[str, Any] = group["calibration"] or {"steps": 0, "seen": 0}
+    group["calibration"] = progress
+    progress["steps"] += 1
+    return progress
+
+
+def visible_parts(params: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's part of the gradients, as `observe` takes them: dense and real."""
+    local = (local_pair(p, g)[1] for p, g in zip(params, gradients, strict=True))
+    return [real_parts(g) if g.is_sparse or g.is_complex() else g for g in local]
+
+
+def _settle(group: Group, counts: Sequence[Statistics], rule: str | None = None, scale: Scale | None = None) -> None:
+    """Choose the thresholds, or move them, and begin to count again."""
+    progress = group["calibration"]
     if not any(nonzero_rms(c) > 0 for c in counts):
-        # all gradients are zero: signs move nothing, and u stays as it is
+        # all gradients are zero: nothing moves, and u stays as it is
         if not progress.get("warned") and is_calibrating(group):
             progress["warned"] = True
             warn_caller(
-                f"u='auto' has seen no nonzero finite gradient of a group of {len(counts)} tensors in "
+                f"u='auto' has seen no nonzero finite gradient of a group of {len(group['params'])} tensors in "
                 f"{progress['seen']} steps, and keeps looking. Is the loss connected to these parameters?"
             )
         return
     if is_calibrating(group):
-        chosen = choose(counts, scale=group["scale"], d=group["d"])
+        chosen = choose(counts, rule=rule, scale=scale or group["scale"], d=group["d"])
     else:
         chosen = Thresholds.from_state(group["thresholds"]).follow(counts, steps=PERIOD)
     group["thresholds"] = chosen.state()
     group["calibration"] = {"steps": progress["steps"], "seen": 0}
 
 
-def _count(progress: dict[str, Any], n: int, positions: Sequence[int], gradients: Sequence[Tensor]) -> None:
+def count_gradients(progress: dict[str, Any], n: int, positions: Sequence[int], gradients: Sequence[Tensor]) -> None:
+    """Add the gradients of a step to the counters in `progress`; there are n parameters."""
     by_device: dict[torch.device, list[int]] = {}
     for i, g in enumerate(gradients):
         by_device.setdefault(g.device, []).append(i)
@@ -127,13 +204,18 @@ def _count(progress: dict[str, Any], n: int, positions: Sequence[int], gradients
         if key not in progress:
             empty = Counters.empty(n, histogram=True, device=device)
             progress[key] = {"table": empty.table, "bins": empty.bins, "logs": empty.logs}
-        # a checkpoint may have been loaded onto another device
-        progress[key] = {name: table.to(device) for name, table in progress[key].items()}
+        # a checkpoint may have been loaded onto another device, and the group may have got another parameter
+        progress[key] = {name: _with_rows(table.to(device), n) for name, table in progress[key].items()}
         counters = Counters(**progress[key], sample_offset=progress["steps"] % 32)
         add([gradients[i] for i in chosen], [positions[i] for i in chosen], _UNBOUNDED, counters)
 
 
-def _read(progress: dict[str, Any], n: int, params: Sequence[Tensor]) -> list[Counts]:
+def _with_rows(table: Tensor, n: int) -> Tensor:
+    """A table with at least n rows, zeros for those that it did not have."""
+    return torch.cat([table, table.new_zeros(n - len(table), *table.shape[1:])]) if len(table) < n else table
+
+
+def read_counts(progress: dict[str, Any], n: int, params: Sequence[Tensor]) -> list[Counts]:
     """The counts of all devices and of all ranks that hold a part of a parameter; waits for the devices."""
     total = [Counts()] * n
     for key, stored in progress.items():

@@ -15,15 +15,28 @@ from tailopt.clipping.dispatch import update
 from tailopt.clipping.dtensor import local_pair
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.momentum import check_momentum
-from tailopt.clipping.norms import auto_dead_zone, largest
-from tailopt.clipping.operators import Number, compute_dtype, real_parts
-from tailopt.clipping.reference import ClipByValue, Momentum, Step
+from tailopt.clipping.norms import auto_dead_zone, largest_gradient, root_mean_squares
+from tailopt.clipping.operators import Number, compute_dtype
+from tailopt.clipping.reference import ClipByValue, Momentum, StepNumbers
 from tailopt.clipping.step_cache import StepCache
-from tailopt.optimizers.auto_thresholds import check_auto, is_auto, is_calibrating, is_due, numbers, observe
+from tailopt.optimizers.auto_thresholds import (
+    check_auto,
+    check_not_capturing,
+    chosen_thresholds,
+    is_auto,
+    is_calibrating,
+    is_due,
+    numbers,
+    observe,
+    visible_parts,
+)
 from tailopt.optimizers.clipping_optimizer import ClippingOptimizer
 from tailopt.optimizers.exact_state import restore_exact_types
 from tailopt.optimizers.groups import Gathered, Group, GroupAndStep, ScopeOf
 from tailopt.optimizers.threshold_warning import ThresholdCheck
+
+RELATIVE_LR = 3e-3  # of the RMS of a tensor
+SMALLEST_SIZE = 1e-3  # of a tensor, in relative steps: those of one that begins at zero
 
 
 class BiClip(ClippingOptimizer):
@@ -49,14 +62,18 @@ class BiClip(ClippingOptimizer):
 
     Args:
         params: parameters, named parameters or groups, each with its own values of what follows.
-        lr: learning rate, a number or a 1-element tensor.
+        lr: learning rate, a number or a 1-element tensor. With u="auto" it is the most that a coordinate moves in a
+            step, as with Adam. By default 0.003 of the size of each tensor (see `relative`); with a number for u, 0.01.
         u: upper threshold, a number or a tensor: 0-dim, or one that broadcasts against the parameters of its group
-            (row- and column-wise thresholds). "auto": chosen for every tensor from the first 50 gradients, and lr is
-            then the most that a coordinate moves in a step, as with Adam; see `thresholds`.
-        d: lower threshold, 0 <= d <= u, likewise; by default 0.01. "auto": a third of u, and the default with u="auto",
-            which otherwise takes 0 only.
+            (row- and column-wise thresholds). "auto": chosen for every tensor from the first 50 gradients, which are
+            steps of lr * sign(g); see `thresholds`. The default; if d is a number, 1.0.
+        d: lower threshold, 0 <= d <= u, likewise. "auto": a third of u. The default; if u is a number, 0.01. With
+            u="auto" it is "auto" or 0.
         scale: with u="auto", what happens as gradients shrink: "first", steps shrink with them; "follow", the largest
             step stays lr, and a schedule shrinks it.
+        relative: with u="auto", steps in proportion to the weights: the most that a coordinate moves is
+            lr * max(RMS(p), 0.001), with the RMS of its tensor before the step. By default so where no lr is given, for
+            all parameters or for the group. It reads the parameters, and waits for the device.
         weight_decay: decoupled, as in AdamW.
         momentum: 0 <= momentum < 1, such as 0.9; 0 keeps no state. Thresholds and statistics refer to the mean.
         momentum_dtype: the type of m: by default fp32 (fp64 for fp64); torch.bfloat16 (2 bytes per parameter) or the
@@ -83,7 +100,7 @@ class BiClip(ClippingOptimizer):
     """
 
     optional = {**ClippingOptimizer.optional, "dead_zone": 0.0, "momentum": 0.0, "momentum_dtype": None}
-    optional |= {"scale": "first", "thresholds": None, "calibration": None}
+    optional |= {"scale": "first", "relative": False, "thresholds": None, "calibration": None}
     not_counted = (
         "Nothing was counted: this BiClip was built with statistics=False. Build it with statistics=True (or "
         '"counts", or "complete"), or count given gradients with tailopt.count.'
@@ -92,11 +109,12 @@ class BiClip(ClippingOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: Number = 1e-2,
-        u: Number | str = 1.0,
+        lr: Number | None = None,
+        u: Number | str | None = None,
         d: Number | str | None = None,
         *,
         scale: str = "first",
+        relative: bool | None = None,
         weight_decay: float = 0.0,
         momentum: float = 0.0,
         momentum_dtype: torch.dtype | None = None,
@@ -109,11 +127,17 @@ class BiClip(ClippingOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
+        if u is None:
+            u = "auto" if d is None or is_auto(d) else 1.0
         if d is None:
             d = "auto" if is_auto(u) else 1e-2
+        if relative is None and not (lr is None and is_auto(u)):
+            relative = False  # else None: for the groups that have no lr of their own
+        if lr is None:
+            lr = 1e-2 if relative is False else RELATIVE_LR
         defaults: Group = {"lr": lr, "u": u, "d": d, "weight_decay": weight_decay}
         defaults |= {"momentum": momentum, "momentum_dtype": momentum_dtype}
-        defaults |= {"scale": scale, "thresholds": None, "calibration": None}
+        defaults |= {"scale": scale, "relative": relative, "thresholds": None, "calibration": None}
         defaults |= {"dead_zone": dead_zone, "nonfinite": nonfinite, "maximize": maximize, "foreach": foreach}
         defaults |= {"capturable": capturable, "differentiable": differentiable, "fused": fused}
         super().__init__(params, defaults, statistics)
@@ -129,12 +153,24 @@ class BiClip(ClippingOptimizer):
         dtype = group["momentum_dtype"]
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"Invalid momentum_dtype: {dtype!r}; need a floating torch.dtype, or None.")
+        if group["relative"] and not is_auto(group["u"]):
+            raise ValueError(
+                f"Invalid relative: True with u={group['u']!r}; need u='auto', because the step of a tensor is then "
+                "lr * RMS(p) whatever the gradient's size. Set u='auto', or relative=False."
+            )
         super().check(check_auto(group), params, at_step)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group; one with its own lr takes steps of that lr, unless it or the constructor has relative=True."""
+        if isinstance(param_group, dict) and param_group.get("relative", self.defaults["relative"]) is None:
+            relative = "lr" not in param_group and is_auto(param_group.get("u", self.defaults["u"]))
+            param_group = {**param_group, "relative": relative}
+        super().add_param_group(param_group)
 
     @property
     def thresholds(self) -> list[str]:
         """What "auto" has chosen, in a line per group; empty before the 51st step."""
-        return [group["thresholds"]["reason"] for group in self.param_groups if group["thresholds"] is not None]
+        return chosen_thresholds(self.param_groups)
 
     def _init_group(
         self,
@@ -181,7 +217,7 @@ class BiClip(ClippingOptimizer):
         slot = self._slots() if self._statistics is not None else {}
         top = None
         batches: list[GroupAndStep] = []
-        for group, params, grads, momenta, step_counts in gathered:
+        for group, params, grads, momenta, step_counts, _ in gathered:
             if top is None and group["dead_zone"] == "auto":
                 top = _largest_gradient(gathered)
             calibrating = is_calibrating(group)
@@ -212,26 +248,28 @@ class BiClip(ClippingOptimizer):
         if any(is_auto(group["u"]) for group in self.param_groups):
             self._observe(gathered)
 
+    @torch.no_grad()  # thresholds are constants of a differentiable step
     @_disable_dynamo  # thresholds are plain numbers that change: a compiled step is traced again when they do
     def _observe(self, gathered: Gathered) -> None:
         """Show the gradients, or the means that were clipped, to the groups whose thresholds follow them."""
-        for group, params, grads, momenta, step_counts in gathered:
+        check_not_capturing()
+        for group, params, grads, momenta, step_counts, _ in gathered:
             if not is_auto(group["u"]) or not params or not is_due(group):
                 continue
-            local = [local_pair(p, g)[1] for p, g in zip(params, grads, strict=True)]
-            clipped = [real_parts(g) if g.is_sparse or g.is_complex() else g for g in local]
+            clipped = visible_parts(params, grads)
             if group["nonfinite"] == "skip":  # what was skipped is not counted: zeros are left out of quantiles
                 clipped = [torch.where(g.isfinite().all(), g, 0.0) for g in clipped]
             if momenta:
                 beta = group["momentum"]
-                corrections = [1 - beta ** count.to(m.device) for m, count in zip(momenta, step_counts, strict=True)]
-                means = [m / c for m, c in zip(momenta, corrections, strict=True)]
-                local = [local_pair(p, m)[1] for p, m in zip(params, means, strict=True)]
-                clipped = [real_parts(m) if m.is_complex() else m for m in local]
+                each = [1 - beta**count for count in step_counts]
+                corrections = [float(c) if c.is_cpu else c for c in each]  # a copy to the device would wait for it
+                clipped = visible_parts(params, [m / c for m, c in zip(momenta, corrections, strict=True)])
             where = {id(p): i for i, p in enumerate(group["params"])}
             observe(group, [where[id(p)] for p in params], clipped)
 
-    def _steps(self, group: Group, params: Sequence[Tensor], top: Tensor | None) -> list[tuple[list[int] | None, Step]]:
+    def _steps(
+        self, group: Group, params: Sequence[Tensor], top: Tensor | None
+    ) -> list[tuple[list[int] | None, StepNumbers]]:
         """The group's parameters by the step they take, the same objects until a setting changes."""
         tracing = torch.compiler.is_compiling()
         known_steps = self._checked_groups.steps(group) if not tracing else None
@@ -241,16 +279,24 @@ class BiClip(ClippingOptimizer):
             return known_steps
         lr, weight_decay, maximize = (group[key] for key in ("lr", "weight_decay", "maximize"))
         each = numbers(group)
+        sizes = _sizes(params) if group["relative"] else []
         where = {id(p): i for i, p in enumerate(group["params"])} if len(each) > 1 else {}
-        steps: list[tuple[list[int] | None, Step]] = []
+        steps: list[tuple[list[int] | None, StepNumbers]] = []
         for positions, zone in _dead_zones(group, params, top):
             alone = [[i] for i in (range(len(params)) if positions is None else positions)]
-            for some in alone if where else [positions]:
+            for some in alone if where or sizes else [positions]:
                 u, d, s = each[where[id(params[some[0]])] if where and some else 0]
+                if sizes and some:
+                    s /= sizes[some[0]]
                 # weights decay by lr itself, not by lr / s
                 rate, decay = (lr, weight_decay) if s == 1 else (lr / s, weight_decay * s)
-                steps.append((some, Step(ClipByValue(u, d, zone), rate, decay, maximize)))
-        if not tracing and not isinstance(group["dead_zone"], str) and len(params) == len(group["params"]):
+                steps.append((some, StepNumbers(ClipByValue(u, d, zone), rate, decay, maximize)))
+        if (
+            not tracing
+            and not sizes
+            and not isinstance(group["dead_zone"], str)
+            and len(params) == len(group["params"])
+        ):
             self._checked_groups.keep_steps(group, steps)
         return steps
 
@@ -273,6 +319,11 @@ class BiClip(ClippingOptimizer):
             torch._foreach_add_(on_host, torch.ones((), device="cpu"), alpha=1)
         if on_device:
             torch._foreach_add_(on_device, 1)
+
+
+def _sizes(params: Sequence[Tensor]) -> list[float]:
+    """What relative steps are multiplied by: max(RMS(p), 0.001)."""
+    return [max(rms, SMALLEST_SIZE) for rms in root_mean_squares(params)]
 
 
 def _empty_state(p: Tensor, group: Group) -> dict[str, Tensor]:
@@ -316,15 +367,16 @@ def _by_step_count(
     clip, lr, weight_decay, maximize, _ = step
     if isinstance(each[0].correction, Tensor):
         corrections = [one.correction for one in each if isinstance(one.correction, Tensor)]
-        step = Step(clip, lr, weight_decay, maximize, each[0]._replace(correction=1.0))
+        step = StepNumbers(clip, lr, weight_decay, maximize, each[0]._replace(correction=1.0))
         return [StepGroup(params, grads, step, slots, momenta, step_counts, corrections)]
     if len(each) == 1 or all(one is each[0] for one in each):
-        return [StepGroup(params, grads, Step(clip, lr, weight_decay, maximize, each[0]), slots, momenta, step_counts)]
+        step = StepNumbers(clip, lr, weight_decay, maximize, each[0])
+        return [StepGroup(params, grads, step, slots, momenta, step_counts)]
     whole = StepGroup(params, grads, step, slots, momenta, step_counts)
     result = []
     for of_count in dict.fromkeys(each):
         part = whole.only([i for i, other in enumerate(each) if other is of_count])
-        result.append(part._replace(step=Step(clip, lr, weight_decay, maximize, of_count)))
+        result.append(part._replace(step=StepNumbers(clip, lr, weight_decay, maximize, of_count)))
     return result
 
 
@@ -332,7 +384,7 @@ def _largest_gradient(gathered: Gathered) -> Tensor:
     """max|g| over all parameters."""
     owners = [p for one in gathered for p in one.params]
     grads = [g for one in gathered for g in one.grads]
-    return largest([local_pair(p, g)[1] for p, g in zip(owners, grads, strict=True)], owners)
+    return largest_gradient([local_pair(p, g)[1] for p, g in zip(owners, grads, strict=True)], owners)
 
 
 def _dead_zones(group: Group, params: Sequence[Tensor], top: Tensor | None) -> list[tuple[list[int] | None, Number]]:

@@ -5,17 +5,20 @@
 
 Nothing is kept twice: groups, state and defaults are the wrapped optimizer's own, and `u`, `d` and `dead_zone` are
 three more settings in its groups. Gradients are exchanged for their clipped copies during the step and put back.
+With u="auto" the groups also have "thresholds" and "calibration", as in `auto_thresholds`, but no step is rescaled.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 
@@ -23,10 +26,24 @@ from tailopt.clipping.dispatch import check_type, update
 from tailopt.clipping.dtensor import summed
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.operators import Number, biclip, check_kind, check_shape, check_thresholds
-from tailopt.clipping.reference import ClipByValue, Step
+from tailopt.clipping.reference import ClipByValue, StepNumbers
+from tailopt.optimizers.auto_thresholds import (
+    check_auto,
+    check_not_capturing,
+    chosen_thresholds,
+    is_auto,
+    is_calibrating,
+    is_due,
+    observe,
+    visible_parts,
+)
 from tailopt.optimizers.groups import Group
+from tailopt.thresholds import Scale, Thresholds
 
 SETTINGS = ("u", "d", "dead_zone")
+CHOSEN = ("thresholds", "calibration")  # beside them where u is "auto"
+RULE = "gate"
+SCALE: Scale = "follow"  # no step is divided by u, so that u may also grow with the gradients
 
 
 class Clipped(Optimizer):
@@ -45,6 +62,10 @@ class Clipped(Optimizer):
     groups, so they can be scheduled, are saved by `state_dict()`, and may differ by group: a group that has a "u" of
     its own keeps it. A checkpoint of the bare optimizer loads too, and leaves the thresholds as they are.
 
+    With u="auto" this is a gate against spikes: u is the 97 % quantile of the magnitudes of each tensor, taken from the
+    first 50 gradients, which are not clipped, and follows later ones slowly. No step is rescaled, and no bound on a
+    step is claimed. See `thresholds`.
+
     Under a `GradScaler` the scaler unscales before anything is clipped, also where the wrapped optimizer was built
     with `fused=True` and would unscale by itself. A closure is called once, before the clipping.
 
@@ -52,7 +73,8 @@ class Clipped(Optimizer):
         optimizer: any optimizer whose step needs no closure: not LBFGS, which evaluates its closure, and so the
             gradient, many times a step. Nor one with settings called u, d or dead_zone, such as BiClip.
         u: upper threshold, d <= u <= inf: a number, or a tensor that broadcasts against the parameters of its group.
-        d: lower threshold, 0 <= d <= u, likewise.
+            "auto": chosen for every tensor from the first 50 gradients.
+        d: lower threshold, 0 <= d <= u, likewise. "auto" is 0; with u="auto" it is "auto" or 0.
         dead_zone: magnitudes at or below it become 0, 0 <= dead_zone <= u, likewise.
 
     Examples:
@@ -62,11 +84,20 @@ class Clipped(Optimizer):
         >>> opt.step()
         >>> w.data, w.grad
         (tensor([0.9000, 0.9500]), tensor([1.0000e+02, 1.0000e-03]))
+
+        A gate against spikes:
+
+        >>> opt = Clipped(torch.optim.AdamW([w], lr=0.1), u="auto", d="auto")
+        >>> w.grad = torch.tensor([1.0, -2.0])
+        >>> for _ in range(50):
+        ...     opt.step()
+        >>> opt.thresholds[0].split(":")[0]
+        "u = 2, d = 0 u, by the rule 'gate'"
     """
 
     optimizer: Optimizer
 
-    def __init__(self, optimizer: Optimizer, u: Number, d: Number, dead_zone: Number = 0.0) -> None:
+    def __init__(self, optimizer: Optimizer, u: Number | str, d: Number | str, dead_zone: Number = 0.0) -> None:
         _check_optimizer(optimizer)
         defaults = _checked({"u": u, "d": d, "dead_zone": dead_zone})
         settings = [_checked({**defaults, **group}, group["params"]) for group in optimizer.param_groups]
@@ -122,6 +153,11 @@ class Clipped(Optimizer):
             self.param_groups.pop()
             raise
 
+    @property
+    def thresholds(self) -> list[str]:
+        """What "auto" has chosen, in a line per group; empty before the 51st step."""
+        return chosen_thresholds(self.param_groups)
+
     def __repr__(self) -> str:
         return f"Clipped({self.optimizer!r})"
 
@@ -143,7 +179,20 @@ class Clipped(Optimizer):
             for p, g in zip(params, grads, strict=True):
                 if p.grad is not None:  # None: a hook of the wrapped optimizer has already cleared it
                     p.grad = g
+        if any(is_auto(group["u"]) for group in self.param_groups):
+            self._observe(dict(zip(params, grads, strict=True)))
         return loss
+
+    @torch.no_grad()
+    @_disable_dynamo  # as in BiClip: thresholds are plain numbers that change
+    def _observe(self, grads: Mapping[Tensor, Tensor]) -> None:
+        """Show the gradients, as they came, to the groups whose thresholds follow them."""
+        check_not_capturing()
+        for group in self.param_groups:
+            positions = [i for i, p in enumerate(group["params"]) if p in grads]
+            if is_auto(group["u"]) and positions and is_due(group):
+                params = [group["params"][i] for i in positions]
+                observe(group, positions, visible_parts(params, [grads[p] for p in params]), RULE, SCALE)
 
     def _gather(self) -> tuple[list[Tensor], list[Tensor]]:
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -157,20 +206,19 @@ class Clipped(Optimizer):
         for p in self._gather()[0]:
             check_type(p)
         clipped: list[Tensor] = []
-        batches = []
+        batches: list[StepGroup] = []
         for group in self.param_groups:
-            clip = ClipByValue(*(_scalar(group[name]) for name in SETTINGS))
-            batch = StepGroup([], [], Step(clip, lr=-1.0))
-            for g in (p.grad for p in group["params"] if p.grad is not None):
+            of_group = [StepGroup([], [], StepNumbers(clip, lr=-1.0)) for clip in _clips(group)]
+            for i, g in ((i, p.grad) for i, p in enumerate(group["params"]) if p.grad is not None):
+                batch = of_group[i if len(of_group) > 1 else 0]
                 if _takes_kernel(g):
                     g = summed(g)
                     batch.params.append(torch.full_like(g, complex(-0.0, -0.0) if g.is_complex() else -0.0))
                     batch.grads.append(g)
                     clipped.append(batch.params[-1])
                 else:
-                    clipped.append(biclip(g, *clip))
-            if batch.params:
-                batches.append(batch)
+                    clipped.append(biclip(g, *batch.step.clip))
+            batches += [batch for batch in of_group if batch.params]
         # -0 - (-1) * clip(g), without a rounding and with the sign of a zero (+0 would lose it): the kernels of BiClip
         # make one pass over all gradients where `biclip` makes many.
         if batches:
@@ -180,7 +228,7 @@ class Clipped(Optimizer):
     # ---- saving ----
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, whose groups hold u, d and dead_zone."""
+        """The wrapped optimizer's, whose groups hold u, d and dead_zone, and what "auto" has counted and chosen."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state_dict = self.optimizer.state_dict()
@@ -235,24 +283,40 @@ def _check_optimizer(optimizer: Optimizer) -> None:
         )
 
 
-def _checked(settings: Mapping[str, Any], params: Sequence[Tensor] = (), at_step: bool = False) -> dict[str, Number]:
-    """u, d and dead_zone as a checkpoint can hold them, or a ValueError.
+def _checked(settings: Mapping[str, Any], params: Sequence[Tensor] = (), at_step: bool = False) -> dict[str, Any]:
+    """u, d and dead_zone as a checkpoint can hold them, with what "auto" has chosen, or a ValueError.
 
     At a step nothing waits for a device: thresholds there are checked by an assertion on the device.
     """
     values = {name: _number(name, settings[name]) for name in SETTINGS}
-    check_thresholds(*(t.cpu() if isinstance(t, Tensor) and not at_step else t for t in values.values()))
+    chosen = {name: settings.get(name) for name in CHOSEN}
+    lower = 0.0 if is_auto(values["d"]) else values["d"]
+    plain = check_auto({**settings, **values, **chosen, "d": lower, "params": params, "scale": SCALE})
+    check_thresholds(*(t.cpu() if isinstance(t := plain[name], Tensor) and not at_step else t for name in SETTINGS))
     for name, value in values.items():
         if isinstance(value, Tensor) and value.numel() > 1:
             for p in params:
                 check_shape(name, value, p)
-    return values
+    return {**values, **chosen} if is_auto(values["u"]) else values
 
 
-def _number(name: str, value: Any) -> Number:
+def _number(name: str, value: Any) -> Number | str:
     """A tensor as it is, a number of any library as a float: torch.load(weights_only=True) refuses numpy's."""
+    if is_auto(value) and name != "dead_zone":
+        return str(value)
     check_kind(name, value)
     return value if isinstance(value, Tensor) else float(value)
+
+
+def _clips(group: Group) -> list[ClipByValue]:
+    """How the parameters of a group are clipped: one entry for each, or one for all; during calibration not at all."""
+    zone = _scalar(group["dead_zone"])
+    if is_calibrating(group):
+        return [ClipByValue(math.inf, 0.0, zone)]
+    if is_auto(group["u"]):
+        chosen = Thresholds.from_state(group["thresholds"])
+        return [ClipByValue(u, d, zone) for u, d in zip(chosen.u, chosen.d, strict=True)]
+    return [ClipByValue(_scalar(group["u"]), 0.0 if is_auto(group["d"]) else _scalar(group["d"]), zone)]
 
 
 def _scalar(value: Number) -> Number:
@@ -267,12 +331,13 @@ def _takes_kernel(g: Tensor) -> bool:
     return g.layout == torch.strided and (g.is_floating_point() or g.is_complex())
 
 
-def _loaded(group: Group, saved: Mapping[str, Any]) -> dict[str, Number]:
+def _loaded(group: Group, saved: Mapping[str, Any]) -> dict[str, Any]:
     """The thresholds of a saved group, the live one's where it has none, on the device of the live ones."""
+    chosen = {name: (saved if "u" in saved else group).get(name) for name in CHOSEN}
 
     def moved(name: str) -> Any:
         live, value = group[name], saved.get(name, group[name])
         anchor = live if isinstance(live, Tensor) else next(iter(group["params"]), None)
         return value.to(anchor.device) if isinstance(value, Tensor) and anchor is not None else value
 
-    return _checked({name: moved(name) for name in SETTINGS}, group["params"])
+    return _checked({**chosen, **{name: moved(name) for name in SETTINGS}}, group["params"])

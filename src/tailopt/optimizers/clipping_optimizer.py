@@ -225,7 +225,7 @@ class ClippingOptimizer(Optimizer):
                 _check_fused(params, grads, type(self).__name__.lower())
             if group["capturable"] and not tracing:
                 _check_capturable(params)
-            gathered.append(GatheredGroup(group, params, grads, momenta, step_counts))
+            gathered.append(GatheredGroup(group, params, grads, momenta, step_counts, norms=[]))
         return gathered
 
     def _warn_of_decay(self, group: Group) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tailopt.clipping.kernels.kernel import StepGroup
-from tailopt.clipping.reference import Step
+from tailopt.clipping.reference import StepNumbers
 
 Group = dict[str, Any]
 GroupAndStep = tuple[Group, StepGroup]
@@ -17,13 +17,18 @@ ScopeOf = Callable[[int, int], int]  # (batch, position in it) -> which tensors 
 
 
 class GatheredGroup(NamedTuple):
-    """A group, its parameters that have gradients, and what an optimizer with momentum keeps of them."""
+    """A group, its parameters that have gradients, and what a step knows of them.
+
+    momenta and step_counts are those of an optimizer with momentum. A step of L2Clip puts the norms of the group's
+    scopes into `norms`, where u is "auto": one, or one for each parameter of the group.
+    """
 
     group: Group
     params: list[Tensor]
     grads: list[Tensor]
     momenta: list[Tensor]
     step_counts: list[Tensor]
+    norms: list[Tensor]
 
 
 Gathered = list[GatheredGroup]
@@ -39,7 +44,7 @@ class CheckedGroups:
     def __init__(self, settings: Iterable[str]) -> None:
         self._settings = operator.itemgetter(*settings)
         self._checked: dict[int, tuple[Any, ...]] = {}  # by id of the group
-        self._steps: dict[int, list[tuple[list[int] | None, Step]]] = {}
+        self._steps: dict[int, list[tuple[list[int] | None, StepNumbers]]] = {}
 
     def __contains__(self, group: Group) -> bool:
         current, checked = self._settings(group), self._checked.get(id(group), ())
@@ -51,10 +56,10 @@ class CheckedGroups:
         self._checked[id(group)] = () if any(isinstance(value, Tensor) for value in settings) else settings
         self._steps.pop(id(group), None)
 
-    def steps(self, group: Group) -> list[tuple[list[int] | None, Step]] | None:
+    def steps(self, group: Group) -> list[tuple[list[int] | None, StepNumbers]] | None:
         """The steps that were kept for a group since its settings were checked."""
         return self._steps.get(id(group))
 
-    def keep_steps(self, group: Group, steps: list[tuple[list[int] | None, Step]]) -> None:
+    def keep_steps(self, group: Group, steps: list[tuple[list[int] | None, StepNumbers]]) -> None:
         """Keep the steps of a group: as the same objects, they are recognised by the step cache."""
         self._steps[id(group)] = steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,14 +13,23 @@ from tailopt.clipping.counts import StatisticsRecorder
 from tailopt.clipping.dispatch import update
 from tailopt.clipping.dtensor import local_pair
 from tailopt.clipping.kernels.kernel import StepGroup
-from tailopt.clipping.norms import NormRequest, scalings
+from tailopt.clipping.norms import NormRequest, scalings_of, squares
 from tailopt.clipping.operators import Number, compute_dtype
-from tailopt.clipping.reference import Step
+from tailopt.clipping.reference import ScaleToNorm, StepNumbers
 from tailopt.clipping.step_cache import StepCache
+from tailopt.optimizers.auto_thresholds import (
+    check_auto,
+    check_not_capturing,
+    chosen_thresholds,
+    is_auto,
+    numbers,
+    observe_norms,
+)
 from tailopt.optimizers.clipping_optimizer import ClippingOptimizer
 from tailopt.optimizers.groups import Gathered, Group, GroupAndStep, ScopeOf
 
 SCOPES = ("global", "group", "tensor")
+ScopeKey = tuple[int, int]
 
 
 class L2Clip(ClippingOptimizer):
@@ -34,8 +43,12 @@ class L2Clip(ClippingOptimizer):
     Args:
         params: parameters, named parameters or groups, each with its own values of what follows.
         lr: learning rate, a number or a 1-element tensor.
-        u: the largest norm, a number or a 0-dim tensor.
-        d: the smallest norm of a gradient that is not zero, 0 <= d <= u.
+        u: the largest norm, a number or a 0-dim tensor. "auto": chosen from the first 50 norms, one for each scope, and
+            lr is then the most that the norm of the parameters moves in a step; see `thresholds`.
+        d: the smallest norm of a gradient that is not zero, 0 <= d <= u. "auto": u itself, so that every gradient has
+            the norm u and only its direction counts; with u="auto" it is "auto" or 0.
+        scale: with u="auto", what happens as gradients shrink: "first", steps shrink with them; "follow", the largest
+            step stays lr, and a schedule shrinks it.
         scope: what n is taken over: "global" (all parameters of all groups with this scope; each group applies its own
             u and d to the common norm), "group" or "tensor".
         weight_decay: decoupled, as in AdamW.
@@ -50,9 +63,22 @@ class L2Clip(ClippingOptimizer):
         >>> opt.step()
         >>> w.data
         tensor([0.9400, 0.9200])
+
+        With u="auto" the first 50 steps have the length lr:
+
+        >>> w = torch.nn.Parameter(torch.tensor([1.0, 1.0]))
+        >>> opt = L2Clip([w], lr=0.01, u="auto", d="auto")
+        >>> (w * torch.tensor([30.0, 40.0])).sum().backward()
+        >>> for _ in range(50):
+        ...     opt.step()
+        >>> w.data
+        tensor([0.7000, 0.6000])
+        >>> opt.thresholds[0].split(":")[0]
+        "u = 50, d = 1 u, by the rule 'norm'"
     """
 
     optional = {**ClippingOptimizer.optional, "scope": "global"}
+    optional |= {"scale": "first", "thresholds": None, "calibration": None}
     not_counted = (
         'Nothing was counted: L2Clip counts skipped steps alone, and no group has nonfinite="skip". Count gradients '
         "with tailopt.count."
@@ -62,10 +88,11 @@ class L2Clip(ClippingOptimizer):
         self,
         params: Any,
         lr: Number = 1e-2,
-        u: Number = 1.0,
-        d: Number = 0.0,
+        u: Number | str = 1.0,
+        d: Number | str = 0.0,
         *,
         scope: str = "global",
+        scale: str = "first",
         weight_decay: float = 0.0,
         nonfinite: str = "propagate",
         maximize: bool = False,
@@ -75,6 +102,7 @@ class L2Clip(ClippingOptimizer):
         fused: bool | None = None,
     ) -> None:
         defaults: Group = {"lr": lr, "u": u, "d": d, "scope": scope, "weight_decay": weight_decay}
+        defaults |= {"scale": scale, "thresholds": None, "calibration": None}
         defaults |= {"nonfinite": nonfinite, "maximize": maximize, "foreach": foreach}
         defaults |= {"capturable": capturable, "differentiable": differentiable, "fused": fused}
         super().__init__(params, defaults)
@@ -89,11 +117,29 @@ class L2Clip(ClippingOptimizer):
                     f"Invalid thresholds: {name} of shape {tuple(group[name].shape)}; a norm has one threshold, "
                     "a number or a 0-dim tensor."
                 )
-        super().check(group, params, at_step)
+        super().check(check_auto(group), params, at_step)
+
+    @property
+    def thresholds(self) -> list[str]:
+        """What "auto" has chosen, in a line per group; empty before the 51st step."""
+        return chosen_thresholds(self.param_groups)
 
     def _batches(self, gathered: Gathered) -> tuple[list[GroupAndStep], ScopeOf]:
         batches, scopes = _batches_by_scope(gathered)
         return batches, lambda b, i: scopes[b]
+
+    def _after_step(self, gathered: Gathered) -> None:
+        if any(is_auto(group["u"]) for group in self.param_groups):
+            self._observe(gathered)
+
+    @torch.no_grad()
+    @_disable_dynamo  # as in BiClip: thresholds are plain numbers that change
+    def _observe(self, gathered: Gathered) -> None:
+        """Show the norms of this step to the groups whose thresholds follow them."""
+        check_not_capturing()
+        for one in gathered:
+            if one.norms:
+                observe_norms(one.group, torch.stack(one.norms))
 
     def _run(self, kind: str, batches: Sequence[StepGroup], recorder: StatisticsRecorder | None) -> None:
         if kind == "fused":
@@ -104,37 +150,67 @@ class L2Clip(ClippingOptimizer):
             _multi_tensor_l2clip(batches, self._step_cache, "foreach" if kind == "foreach" else None)
 
 
+class Part(NamedTuple):
+    """Tensors of a group that have the same scope, thresholds and type of arithmetic."""
+
+    group: Group
+    params: list[Tensor]
+    grads: list[Tensor]
+    scope: int
+    dtype: torch.dtype
+    numbers: tuple[Number, Number, float]  # u, d, s: a step is (lr / s) * clip(g; u, d)
+
+
+def _scope_key(group: Group, k: int, i: int) -> ScopeKey:
+    """What tells the scopes apart: that of the i-th tensor with a gradient in the k-th group."""
+    scope = group["scope"]
+    return (k, i) if scope == "tensor" else (k, -1) if scope == "group" else (-1, -1)
+
+
 def _batches_by_scope(gathered: Gathered) -> tuple[list[GroupAndStep], list[int]]:
     """Batches of tensors that take the same scaling, and the scope of each batch."""
-    places: list[tuple[Group, list[Tensor], list[Tensor], int, torch.dtype]] = []
-    norms: dict[Any, int] = {}
-    scope_of: list[int] = []
+    parts: list[Part] = []
+    scopes: dict[ScopeKey, int] = {}
     for k, (group, params, grads, *_) in enumerate(gathered):
-        if group["scope"] == "tensor":
-            parts = [([p], [g], (k, i)) for i, (p, g) in enumerate(zip(params, grads, strict=True))]
-        else:
-            parts = [(params, grads, "global" if group["scope"] == "global" else k)]  # type: ignore[list-item]
-        for ps, gs, key in parts:
-            scope = norms.setdefault(key, len(norms))
+        each = numbers(group)
+        where = {id(p): i for i, p in enumerate(group["params"])} if len(each) > 1 else {}
+        for together in [[i] for i in range(len(params))] if group["scope"] == "tensor" else [range(len(params))]:
+            scope = scopes.setdefault(_scope_key(group, k, together[0] if together else 0), len(scopes))
             for dtype in (torch.float32, torch.float64):
-                chosen = [i for i, p in enumerate(ps) if compute_dtype(p.dtype) == dtype]
+                chosen = [i for i in together if compute_dtype(params[i].dtype) == dtype]
                 if chosen:
-                    places.append((group, [ps[i] for i in chosen], [gs[i] for i in chosen], scope, dtype))
-                    scope_of.append(scope)
-    owners = [p for _, ps, _, _, _ in places for p in ps]
+                    ps, gs = [params[i] for i in chosen], [grads[i] for i in chosen]
+                    parts.append(Part(group, ps, gs, scope, dtype, each[where[id(ps[0])] if where else 0]))
+    owners = [p for part in parts for p in part.params]
     if not owners:
         return [], []
-    grads = [g for _, _, gs, _, _ in places for g in gs]
-    local = [local_pair(p, g)[1] for p, g in zip(owners, grads, strict=True)]
+    local = [local_pair(p, g)[1] for part in parts for p, g in zip(part.params, part.grads, strict=True)]
     traced = torch.compiler.is_compiling() or any(one.group["differentiable"] for one in gathered)
-    scopes = [scope for _, ps, _, scope, _ in places for _ in ps]
-    requests = [NormRequest(scope, group["u"], group["d"], dtype) for group, _, _, scope, dtype in places]
-    clips = scalings(local, owners, scopes, len(norms), requests, traced)
+    pairs = squares(local, owners, [part.scope for part in parts for _ in part.params], len(scopes), traced)
+    requests = [NormRequest(part.scope, *part.numbers[:2], part.dtype) for part in parts]
     batches = [
-        (group, StepGroup(ps, gs, Step(clip, group["lr"], group["weight_decay"], group["maximize"])))
-        for (group, ps, gs, _, _), clip in zip(places, clips, strict=True)
+        (part.group, _batch(part, clip)) for part, clip in zip(parts, scalings_of(pairs, requests, traced), strict=True)
     ]
-    return batches, scope_of
+    _keep_norms(gathered, scopes, pairs)
+    return batches, [part.scope for part in parts]
+
+
+def _keep_norms(gathered: Gathered, scopes: dict[ScopeKey, int], pairs: Tensor) -> None:
+    """Put the norms of its scopes into every group whose thresholds follow them; 0 for what has no gradient."""
+    for k, (group, params, *_, kept) in enumerate(gathered):
+        if is_auto(group["u"]) and params:
+            norms = (pairs[:, 0] * pairs[:, 1].sqrt()).detach()
+            place = {id(p): i for i, p in enumerate(params)}
+            for p in group["params"] if group["scope"] == "tensor" else params[:1]:
+                i = place.get(id(p))
+                kept.append(norms.new_zeros(()) if i is None else norms[scopes[_scope_key(group, k, i)]])
+
+
+def _batch(part: Part, clip: ScaleToNorm) -> StepGroup:
+    lr, decay, s = part.group["lr"], part.group["weight_decay"], part.numbers[2]
+    # weights decay by lr itself, not by lr / s
+    rate, decay = (lr, decay) if s == 1 else (lr / s, decay * s)
+    return StepGroup(part.params, part.grads, StepNumbers(clip, rate, decay, part.group["maximize"]))
 
 
 # As in biclip.py: functions that torch's own tests look for.

@@ -218,6 +218,8 @@ def _moved(value: Any, device: torch.device, copies: _Copies) -> Any:
         return copies[id(value), device]
     if type(value) in (tuple, list):  # tensor betas
         return type(value)(_moved(v, device, copies) for v in value)
+    if type(value) is dict:  # what u="auto" has counted
+        return {key: _moved(v, device, copies) for key, v in value.items()}
     return value
 
 

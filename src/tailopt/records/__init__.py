@@ -8,7 +8,7 @@ In reading order:
     lock.py                 lock.json: one writer per folder
     history.py, ledger.py   rows as JSON lines, and the chain of digests that protects them
     checkpoints.py          save and load; checkpoint_folders.py names and orders them, manifest.py describes them
-    collective.py           a checkpoint that several processes write
+    multi_writer.py         a checkpoint that several processes write
     model_check.py          whether a checkpoint fits a model
     pytree.py               nested state as named tensors and plain values
     safetensors_io.py, tensor_bytes.py, checked_json.py, disk.py    files, bytes, digests, atomic writes

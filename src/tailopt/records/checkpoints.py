@@ -67,7 +67,7 @@ __all__ = [
     "FOLDER",
     "MALFORMED",
     "MANIFEST",
-    "CheckpointOwner",
+    "CheckpointWriter",
     "DamagedCheckpoint",
     "Snapshot",
     "damaged_checkpoint",
@@ -105,8 +105,8 @@ def _never_lost() -> None:
 
 
 @dataclass(frozen=True)
-class CheckpointOwner:
-    """What a process needs to write a checkpoint into a run folder; `Run.checkpoint_owner` is that of a run.
+class CheckpointWriter:
+    """What a process needs to write a checkpoint into a run folder; `Run.checkpoint_writer` is that of a run.
 
     Args:
         provenance: to which run, configuration and history the checkpoint belongs.
@@ -127,7 +127,7 @@ def save(
     step: int | None = None,
     *,
     parts: int = 1,
-    owner: CheckpointOwner | None = None,
+    writer: CheckpointWriter | None = None,
 ) -> Path:
     """Write a checkpoint, in full or not at all, and return its folder.
 
@@ -142,7 +142,7 @@ def save(
         meta: plain values, as in a history; see `pack` for tuples, tensors and other keys.
         step: local steps done in the next round, 1 or more; None at the end of a round.
         parts: over how many files each shared tensor is spread.
-        owner: the run that the checkpoint belongs to.
+        writer: of which run the checkpoint is, and whether this process may still write.
 
     Examples:
         >>> import tempfile
@@ -153,7 +153,7 @@ def save(
         >>> load(path).nodes
         {3: {'steps': tensor(60)}}
     """
-    name, owner = folder_name(round, step), owner or CheckpointOwner()
+    name, writer = folder_name(round, step), writer or CheckpointWriter()
     whole_number("parts", parts, low=1, hint="Leave it out for one file.")
     for node in nodes or {}:
         whole_number("node", node, low=0, hint="Number the nodes from 0.")
@@ -177,11 +177,13 @@ def save(
         # after all are written, so that the disk may order the writes as it likes
         for file in (*global_pieces, *map(node_file, local)):
             disk.sync(hidden / file)
-        owner.check()
+        writer.check()
         entries = tensor_entries(shared, global_pieces)
-        write_manifest(hidden, manifest_body((round, step), parts, owner.provenance, entries, node_entries, plain_meta))
+        write_manifest(
+            hidden, manifest_body((round, step), parts, writer.provenance, entries, node_entries, plain_meta)
+        )
         disk.sync(hidden)
-        owner.check()
+        writer.check()
         commit_folder(hidden, path)
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)

@@ -86,7 +86,8 @@ class Run:
         self.lock: Lock | None = None  # None for readers
         self._times_are_whole = False  # whether times.jsonl is known to end with a complete line
         self._config_digest = digest  # of config.toml as this process read it: later edits do not concern it
-        self.ledger = Ledger(path / HISTORY, identity.id, identity.since) if identity else Ledger(path / HISTORY, None)
+        id, chain = (identity.id, identity.chain_at_adoption) if identity else (None, None)
+        self.ledger = Ledger(path / HISTORY, id, chain)
 
     @classmethod
     def create(
@@ -169,9 +170,9 @@ class Run:
         return Provenance(self.identity.id, self._config_digest, self.ledger.chain)
 
     @property
-    def checkpoint_owner(self) -> checkpoints.CheckpointOwner:
+    def checkpoint_writer(self) -> checkpoints.CheckpointWriter:
         """What `checkpoints.save` needs to write a checkpoint of this run."""
-        return checkpoints.CheckpointOwner(self.provenance, self.check_lock)
+        return checkpoints.CheckpointWriter(self.provenance, self.check_lock)
 
     def check_checkpoint(self, snapshot: checkpoints.Snapshot, path: Path) -> None:
         """Raise if a checkpoint is of another run, or if the history is not the one that precedes the checkpoint."""

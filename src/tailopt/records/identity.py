@@ -54,14 +54,14 @@ class Identity:
         text: config.toml as it was written; "" if that was lost.
         config: its sha256.
         adopted: the digests of the manifests that existed when an older version's folder got its id.
-        since: the chain of the rows that existed then.
+        chain_at_adoption: the chain of the rows that existed then.
     """
 
     id: str
     text: str
     config: str
     adopted: tuple[str, ...] = ()
-    since: Chain | None = None
+    chain_at_adoption: Chain | None = None
 
 
 class Change(NamedTuple):
@@ -78,9 +78,9 @@ def new_id() -> str:
     return uuid4().hex
 
 
-def new_identity(text: str, id: str, adopted: tuple[str, ...] = (), since: Chain | None = None) -> Identity:
+def new_identity(text: str, id: str, adopted: tuple[str, ...] = (), chain_at_adoption: Chain | None = None) -> Identity:
     """Return the identity of a run whose config.toml has this text."""
-    return Identity(id, text, config_digest(text.encode()), adopted, since)
+    return Identity(id, text, config_digest(text.encode()), adopted, chain_at_adoption)
 
 
 # run.json
@@ -94,7 +94,7 @@ def write_identity(folder: Path, identity: Identity) -> None:
         "config": identity.config,
         "text": identity.text,
         "adopted": list(identity.adopted),
-        "since": None if identity.since is None else list(identity.since),
+        "since": None if identity.chain_at_adoption is None else list(identity.chain_at_adoption),
     }
     disk.replace(folder / RUN, with_digest(body))
 
@@ -149,8 +149,8 @@ def _read(folder: Path) -> Identity | None:
         texts = [body["id"], body["text"], body["config"], *body["adopted"]]
         if body["format"] != FORMAT or any(type(text) is not str for text in texts):
             raise ValueError(f"does not fit format {FORMAT}")
-        since = None if body["since"] is None else Chain.from_json(body["since"])
-        return Identity(body["id"], body["text"], body["config"], tuple(body["adopted"]), since)
+        chain = None if body["since"] is None else Chain.from_json(body["since"])
+        return Identity(body["id"], body["text"], body["config"], tuple(body["adopted"]), chain)
     except FileNotFoundError:
         return None
     except (KeyError, TypeError) as error:

@@ -81,7 +81,7 @@ class Ledger:
     Args:
         path: of the lines.
         run: the id of the run; None in a folder by a version without ids, whose rows are not checked.
-        since: used in place of a seal that does not exist yet.
+        chain_at_adoption: of the rows of an older version's folder, used in place of a seal that does not exist yet.
 
     Examples:
         >>> import tempfile
@@ -96,8 +96,8 @@ class Ledger:
         tailopt.records.checked_json.DamagedRecord: ...history.jsonl is not what was written: its first 2 rows do ...
     """
 
-    def __init__(self, path: Path, run: str | None, since: Chain | None = None) -> None:
-        self.path, self.run, self.since = path, run, since
+    def __init__(self, path: Path, run: str | None, chain_at_adoption: Chain | None = None) -> None:
+        self.path, self.run, self.chain_at_adoption = path, run, chain_at_adoption
         self.seal = path.with_suffix(".seal.json")
         self._chain: Chain | None = None  # None until this process first writes, and after a write that failed
 
@@ -224,8 +224,8 @@ class Ledger:
                     raise ValueError(f"says cut={body['cut']!r}")
                 return Chain.from_json(body["chain"]), body["cut"]
             except FileNotFoundError:
-                if self.since is not None:
-                    return self.since, False
+                if self.chain_at_adoption is not None:
+                    return self.chain_at_adoption, False
                 problem = "is missing"
                 break
             except (ValueError, KeyError, TypeError) as error:

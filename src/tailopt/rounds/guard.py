@@ -12,6 +12,7 @@ last place of max(|x|, b), in the parameter's own type. Where the optimizer boun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,21 +46,25 @@ class Bound:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Why a node's displacement does not count in a round."""
+    """Why a node's displacement does not count in a round.
+
+    subject: what was judged: a tensor or a buffer by name, all tensors, or what arrived at a node.
+    """
 
     node: int
-    tensor: str
+    subject: str
     value: float
     bound: float | None
     reason: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the exclusion as the history keeps it."""
-        return dict(vars(self))
+        """Return the exclusion as the history keeps it; its keys are part of the format."""
+        fields = dict(vars(self))
+        return {"node": fields.pop("node"), "tensor": fields.pop("subject"), **fields}
 
     def __str__(self) -> str:
         limit = "" if self.bound is None else f", at most {self.bound:.3g} is possible"
-        return f"node {self.node}: {self.reason} in {self.tensor} ({self.value:.3g}{limit})"
+        return f"node {self.node}: {self.reason} in {self.subject} ({self.value:.3g}{limit})"
 
 
 def bound(rule: Rule, steps: Iterable[Hyperparameters]) -> Bound:
@@ -71,14 +76,13 @@ def bound(rule: Rule, steps: Iterable[Hyperparameters]) -> Bound:
         reach = rule.step_bound(h)
         if reach is None:
             return Bound(None)
-        kind, count, length = reach.kind, count + 1, reach.length
+        kind, count, step_limit = reach.kind, count + 1, reach.limit
         decay = product(h["lr"], h["weight_decay"]) if h.get("weight_decay") else 0.0
         left = [abs(1 - k) for k in decay] if isinstance(decay, list) else abs(1 - decay)
-        if (
-            kind == "norm"
-        ):  # one number for all tensors: the largest of each step, which may be another tensor's in the next
-            decay, left, length = map(_largest, (decay, left, length))
-        constant = _affine(left, constant, length)
+        if kind == "norm":
+            # one norm covers all tensors, so each step counts with its largest entry, whichever tensor that belongs to
+            decay, left, step_limit = map(_largest, (decay, left, step_limit))
+        constant = _affine(left, constant, step_limit)
         slope = _affine(left, slope, decay)
     return Bound(kind, constant, slope, count)
 
@@ -98,8 +102,10 @@ def clearly_within(flat: Tensor, limit: Bound) -> bool:
     """Return True if every magnitude is at most the constant: no exact check is needed then. False decides nothing."""
     if limit.kind != "coordinate" or isinstance(limit.constant, (Tensor, list)) or not flat.numel():
         return False
-    low, high = torch.aminmax(flat)
-    return bool(-limit.constant <= low.item() and high.item() <= limit.constant)  # NaN is neither
+    low, high = (end.item() for end in torch.aminmax(flat))
+    if not (-math.inf < low and high < math.inf):  # NaN too; an infinite bound would let infinities through
+        return False
+    return bool(-limit.constant <= low and high <= limit.constant)
 
 
 def check_displacement(
@@ -156,7 +162,7 @@ def _beyond_coordinates(
     constants, slopes = (
         [value_for_param(value, i) for i in range(len(names))] for value in (limit.constant, limit.slope)
     )
-    # the constant is the least that b can be, and nearly always the largest magnitude is within it: no second pass then
+    # b is at least its constant, and nearly always the largest magnitude is within that: then this pass is enough
     undecided = [i for i, top in enumerate(tops) if isinstance(constants[i], Tensor) or not top <= constants[i]]
     kernel = library.loaded()
     by_kernel: dict[int, tuple[int, float] | None] = {}
@@ -185,13 +191,13 @@ def _kernel_takes(d: Tensor, x: Tensor) -> bool:
     return known and d.is_cpu and x.is_cpu and d.is_contiguous() and x.is_contiguous()
 
 
-def _farthest(d: Tensor, x: Tensor, a: Any, c: Any, steps: int) -> tuple[int, float] | None:
+def _farthest(d: Tensor, x: Tensor, constant: Any, slope: Any, steps: int) -> tuple[int, float] | None:
     """Return the element that is farthest beyond its bound, and that bound; None if no element is beyond it."""
     if d.numel() <= CHUNK or not d.is_cpu:
-        farthest = _farthest_of(d, x, a, c, steps)
+        farthest = _farthest_of(d, x, constant, slope, steps)
         return None if farthest is None else farthest[1:]
     # in chunks that stay in the cache: a dozen temporary tensors of the size of a parameter take several times as long
-    rows = [v.expand(d.shape).reshape(-1) if isinstance(v, Tensor) and v.dim() else v for v in (d, x, a, c)]
+    rows = [v.expand(d.shape).reshape(-1) if isinstance(v, Tensor) and v.dim() else v for v in (d, x, constant, slope)]
     best: tuple[float, int, float] | None = None
     for k in range(0, d.numel(), CHUNK):
         chunk = [v[k : k + CHUNK] if isinstance(v, Tensor) and v.dim() else v for v in rows]
@@ -201,10 +207,10 @@ def _farthest(d: Tensor, x: Tensor, a: Any, c: Any, steps: int) -> tuple[int, fl
     return None if best is None else best[1:]
 
 
-def _farthest_of(d: Tensor, x: Tensor, a: Any, c: Any, steps: int) -> tuple[float, int, float] | None:
+def _farthest_of(d: Tensor, x: Tensor, constant: Any, slope: Any, steps: int) -> tuple[float, int, float] | None:
     """Return by how much the farthest element is beyond its bound, its index, and the bound."""
     wide = x.to(d.dtype).abs()
-    b = a + c * wide
+    b = constant + slope * wide
     allowed = b * (1 + SLACK) + (steps + 2) * _ulp(torch.maximum(wide, b), x.dtype)
     beyond = d.abs() > allowed
     if not bool(beyond.any()):
@@ -218,11 +224,11 @@ def _beyond_norm(
     node: int, delta: Sequence[Tensor], start: Sequence[Tensor], name: str, limit: Bound
 ) -> Exclusion | None:
     length = norm(delta)
-    allowed = exceeded_norm(length, start, limit)
+    allowed = allowed_if_exceeded(length, start, limit)
     return None if allowed is None else Exclusion(node, name, length, allowed, BEYOND)
 
 
-def exceeded_norm(length: float, start: Sequence[Tensor], limit: Bound) -> float | None:
+def allowed_if_exceeded(length: float, start: Sequence[Tensor], limit: Bound) -> float | None:
     """Return the largest norm that was possible, if the norm of a displacement is larger; else None."""
     b = _largest(limit.constant) + (_largest(limit.slope) * norm(start) if _largest(limit.slope) else 0.0)
     if length <= b:

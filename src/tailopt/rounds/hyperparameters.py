@@ -1,6 +1,7 @@
 """An algorithm's hyperparameters at a moment: schedules applied, name patterns resolved, the order of thresholds kept.
 
 A schedule counts rounds, or with per="step" the local steps that the node itself has taken over the whole run.
+Thresholds that are "auto" are those of the coming round (`auto_thresholds.py`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from tailopt.algorithms import (
     check_side,
     check_threshold_settings,
     hparams_of,
+    lower_thresholds,
     per_parameter,
     rule_of,
 )
+from tailopt.optimizers.auto_thresholds import is_auto
+from tailopt.rounds.auto_thresholds import AutoThresholds, RoundThresholds
 from tailopt.rounds.guard import Bound, bound
 from tailopt.rules.rule import Hyperparameters, Rule
 
@@ -39,6 +43,9 @@ class RuleHyperparameters:
         base: its hyperparameters without schedules, by the rule's own names.
         schedules: by the rule's own names.
         names: of the parameters, against which patterns are resolved.
+
+    Attributes:
+        auto_thresholds: those of the coming round, where u is "auto"; else None.
     """
 
     def __init__(
@@ -48,8 +55,12 @@ class RuleHyperparameters:
         self.by_step = any(scheduling.per(schedule) == "step" for schedule in self.schedules.values())
         self._names = list(names)
         self._cache: dict[Any, Any] = {}
+        self.auto_thresholds = AutoThresholds.of(side, rule, base) if is_auto(base.get("u")) else None
         self._constant: Hyperparameters | None = None  # without schedules: small models notice a look-up per step
         for key, schedule in self.schedules.items():
+            if key != "lr" and is_auto(self.base[key]):
+                name = PUBLIC_NAMES[side][key]
+                raise ValueError(f'Invalid schedule of {name}: "auto" is chosen anew in every round. Leave one out.')
             if side == "outer" and scheduling.per(schedule) == "step":
                 name = PUBLIC_NAMES[side][key]
                 raise ValueError(
@@ -61,7 +72,7 @@ class RuleHyperparameters:
         if self._constant is not None:
             return self._constant
         values = self._cached("at", t, steps_done, lambda: self._evaluated(t, steps_done + 1))
-        if not self.schedules:
+        if not self.schedules and self.auto_thresholds is None:
             self._constant = values
         return values
 
@@ -91,7 +102,8 @@ class RuleHyperparameters:
 
     def _cached(self, kind: str | int, t: int, steps_done: int, compute: Callable[[], T]) -> T:
         # what no schedule changes is computed once for the whole run
-        key = (kind, t if self.schedules else 0, steps_done if self.by_step else 0)
+        version = 0 if self.auto_thresholds is None else self.auto_thresholds.version
+        key = (kind, t if self.schedules else 0, steps_done if self.by_step else 0, version)
         if key not in self._cache:
             if len(self._cache) > CACHED:
                 self._cache.clear()
@@ -102,10 +114,16 @@ class RuleHyperparameters:
     def _evaluated(self, t: int, step: int) -> Hyperparameters:
         values: dict[str, Any] = {}
         for key, base in self.base.items():
+            if self.auto_thresholds is not None and key in ("u", "d", "scale"):
+                continue
             schedule, name = self.schedules.get(key), PUBLIC_NAMES[self.side].get(key, key)
             if schedule is not None:
                 base = scheduling.value(schedule, base, step if scheduling.per(schedule) == "step" else t, name)
             values[key] = per_parameter(base, self._names, name)
+        if self.auto_thresholds is not None:
+            return {**values, **self.auto_thresholds.hparams()}
+        if is_auto(values.get("d")):
+            values["d"] = lower_thresholds(values["u"])
         if "u" in values and self.schedules:
             self._check_order(values, t)
         return values
@@ -147,6 +165,11 @@ class AlgorithmHyperparameters:
         """Evaluate both rules once: patterns that fit no parameter are refused before anything moves."""
         self.inner.at(1)
         self.outer.at(1)
+
+    @property
+    def thresholds(self) -> RoundThresholds:
+        """The thresholds of both rules that are "auto"."""
+        return RoundThresholds(self.inner.auto_thresholds, self.outer.auto_thresholds)
 
     def schedules(self) -> dict[str, Any]:
         """Return the schedules, by the public name of what they change."""

@@ -24,7 +24,12 @@ Chooser = Callable[[int, torch.Generator], Iterable[int]]
 
 @dataclass(frozen=True)
 class Participants:
-    """drawn: as in the history, ascending, a node drawn twice standing there twice; shares: node -> its weight."""
+    """Who takes part in a round.
+
+    Args:
+        drawn: ascending node numbers, with repeats.
+        shares: node -> its share; shares add up to 1.
+    """
 
     drawn: list[int]
     shares: dict[int, float]

@@ -86,6 +86,12 @@ class RoundPolicy:
         check_choice("on_drop", self.on_drop, ON_DROP)
         check_choice("sampling", self.sampling, SAMPLINGS)
         check_choice("inner_state", self.inner_state, INNER_STATES)
+        if self.sampling == "proportional" and callable(self.participation):
+            raise ValueError(
+                "Invalid sampling: 'proportional' with a function as participation, which draws the nodes itself: the "
+                'weights would count neither there nor in the mean. Use sampling="uniform", with which they count in '
+                "the mean, and let the function draw by weight if you want that."
+            )
         if (self.local_steps is None) == (self.local_epochs is None):
             raise ValueError("Give local_steps or local_epochs, one of the two: what a node does in a round.")
         counts = {"rounds": self.rounds, "local_steps": self.local_steps, "local_epochs": self.local_epochs}
@@ -120,12 +126,15 @@ class RoundPolicy:
         return self.projection
 
     @property
-    def keeps_local_weights(self) -> bool:
-        """Whether a node whose contribution was lost continues from its own weights."""
+    def dropped_nodes_diverge(self) -> bool:
+        """Whether a node whose contribution was lost continues from weights of its own."""
         return self.on_drop == "keep"
 
     def as_config(self) -> dict[str, Any]:
-        """Describe the policy for a run folder; None stands for what older folders do not name.
+        """Describe the policy for a run folder.
+
+        None stands for an option that is not used. config.toml leaves it out, so that a folder which was written before
+        there was the option compares as equal.
 
         The order of the keys is part of the format: checkpoints contain the digest of config.toml.
         """

@@ -217,7 +217,7 @@ class Outlier(Exclusion):
     """A displacement much longer than the others; `bound` is the longest that counts, not the longest possible."""
 
     def __str__(self) -> str:
-        return f"node {self.node}: {self.reason} in {self.tensor} ({self.value:.3g}, up to {self.bound:.3g} counts)"
+        return f"node {self.node}: {self.reason} in {self.subject} ({self.value:.3g}, up to {self.bound:.3g} counts)"
 
 
 def resolve(aggregate: str | Aggregate, weights: Sequence[float] = (), sampling: str = "uniform") -> Aggregate | None:

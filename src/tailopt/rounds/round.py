@@ -22,14 +22,17 @@ import torch
 from torch import Tensor
 
 from tailopt.clipping.step_cache import StepCache
+from tailopt.rounds.auto_thresholds import AutoThresholds
 from tailopt.rounds.block_norm import norm
 from tailopt.rounds.drops import Dropped
+from tailopt.rounds.gradient_statistics import clipped_by_step, statistics_of_displacement
 from tailopt.rounds.guard import Bound, Exclusion, check_displacement, clearly_within
 from tailopt.rounds.mean import BufferMean, CollectedMean, WeightedMean
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.policy import RoundPolicy
 from tailopt.rounds.settle import Settlement, settle
-from tailopt.rules.rule import Hyperparameters, Rule, State, steps_alike_on_flat
+from tailopt.rules.rule import Hyperparameters, Rule, State, can_step_flat_without_state
+from tailopt.thresholds import Statistics
 
 
 @dataclass
@@ -69,16 +72,19 @@ class Contribution:
 
     Args:
         node: its number.
-        start: the weights from which it started, in the parameters' own types.
-        delta: the displacement, in the compute type.
+        start: the global weights at the start of the round, in the parameters' own types. The displacement is measured
+            from them, also that of a diverged node, which started elsewhere.
+        delta: the displacement from `start`, in the compute type.
         buffers: of the model, as the node left them.
         loss: the mean over its local steps.
-        movement_bound: how far it can have moved.
+        movement_bound: how far its optimizer can have moved it; unbounded where it is diverged.
         steps: local steps taken.
         flat: the whole displacement as one tensor, laid out like the flat global weights, or None.
         inner_state: its optimizer's state, where nodes keep it.
         diverged_state: where it ended, if it continues from there.
         statistics: of its gradients, if they were asked for.
+        threshold_statistics: of its gradients, by tensor, from which thresholds that are "auto" follow; None where
+            none is.
     """
 
     node: int
@@ -92,6 +98,7 @@ class Contribution:
     inner_state: list[State] | None = None
     diverged_state: DivergedState | None = None
     statistics: Any = None
+    threshold_statistics: list[Statistics] | None = None
 
 
 @dataclass
@@ -110,17 +117,19 @@ class RoundResult:
         settlement: who counted.
         delta: the mean displacement, by tensor; empty where every contribution was lost.
         buffers: the mean buffers; where every contribution was lost, those from before the round.
-        kept: what the nodes keep.
+        node_states: what the nodes keep for themselves.
         statistics: of the nodes that counted.
         is_flat: `delta` is one tensor, laid out like the flat global weights.
+        threshold_statistics: of the nodes that counted, by node, from which thresholds that are "auto" follow.
     """
 
     settlement: Settlement
     delta: list[Tensor]
     buffers: dict[str, Tensor]
-    kept: NodeStates
+    node_states: NodeStates
     statistics: list[Any]
     is_flat: bool = False
+    threshold_statistics: dict[int, list[Statistics]] = field(default_factory=dict)
 
 
 class RoundMean:
@@ -146,15 +155,16 @@ class RoundMean:
         self._steps: dict[int, int] = {}
         self._losses: dict[int, float] = {}
         self._excluded: list[Exclusion] = []
-        self._kept = NodeStates()
+        self._node_states = NodeStates()
         self._statistics: list[Any] = []
+        self._threshold_statistics: dict[int, list[Statistics]] = {}
 
     def add(self, c: Contribution) -> None:
         """Take one contribution, in ascending node order. Afterwards its tensors may be overwritten."""
         self._steps[c.node] = c.steps  # a node's samplers move on, whether it counts or not
         if c.node in self._lost:
             self._excluded.append(Dropped.of(c.node))
-            self._keep(c)
+            self._collect_node_states(c)
         elif (exclusion := self._check(c)) is not None:
             self._excluded.append(exclusion)
         elif self._robust is not None:
@@ -169,10 +179,12 @@ class RoundMean:
             self._accumulate_all_but_outliers()
         settlement = settle(self._state.round + 1, self._participants, self._steps, self._excluded, self._losses)
         if not settlement.counted_shares:
-            return RoundResult(settlement, [], self._state.buffers, self._kept, [])
+            return RoundResult(settlement, [], self._state.buffers, self._node_states, [])
         delta = self._delta.result(settlement.total_share)
         buffers = self._buffers.result(settlement.total_share, self._state.buffers)
-        return RoundResult(settlement, delta, buffers, self._kept, self._statistics, self._is_flat)
+        return RoundResult(
+            settlement, delta, buffers, self._node_states, self._statistics, self._is_flat, self._threshold_statistics
+        )
 
     def _check(self, c: Contribution) -> Exclusion | None:
         if not self._guard or (c.flat is not None and not c.buffers and clearly_within(c.flat, c.movement_bound)):
@@ -187,9 +199,11 @@ class RoundMean:
         if c.buffers:
             self._buffers.add(c.buffers, share)
         self._losses[c.node] = c.loss
-        self._keep(c)
+        self._collect_node_states(c)
         if c.statistics is not None:
             self._statistics.append(c.statistics)
+        if c.threshold_statistics is not None:
+            self._threshold_statistics[c.node] = c.threshold_statistics
 
     def _accumulate_all_but_outliers(self) -> None:
         assert self._robust is not None
@@ -201,11 +215,11 @@ class RoundMean:
             if c.node not in left_out:
                 self._accumulate(c)
 
-    def _keep(self, c: Contribution) -> None:
+    def _collect_node_states(self, c: Contribution) -> None:
         if c.inner_state is not None:
-            self._kept.inner_states[c.node] = c.inner_state
+            self._node_states.inner_states[c.node] = c.inner_state
         if c.diverged_state is not None and c.node in self._lost:
-            self._kept.diverged_states[c.node] = c.diverged_state
+            self._node_states.diverged_states[c.node] = c.diverged_state
 
 
 def finish_round(
@@ -223,18 +237,34 @@ def finish_round(
     state.buffers = result.buffers
     if result.settlement.counted_shares:  # where nothing arrived, nothing moves
         delta = result.delta
-        if result.is_flat and state.flat is not None and steps_alike_on_flat(outer, hparams):
+        if result.is_flat and state.flat is not None and can_step_flat_without_state(outer, hparams):
             outer.step([state.flat], [delta[0].neg_()], [{}], hparams, cache)
         else:
-            if result.is_flat:
-                delta = [delta[0].as_strided(w.shape, w.stride(), w.storage_offset()) for w in state.weights]
-            outer_step(state, delta, outer, hparams, cache)
+            outer_step(state, _by_tensor(state, result), outer, hparams, cache)
         if policy.projection_radius is not None:
             project(state.weights, policy.projection_radius)
     state.round += 1
     if state.average is not None:
         # x~ = sum of r x_r over sum of r: the share of the last one is r / (1 + ... + r)
         torch._foreach_lerp_(state.average, state.weights, 2.0 / (state.round + 1))
+
+
+def statistics_of_outer_step(state: GlobalState, result: RoundResult, thresholds: AutoThresholds) -> list[Statistics]:
+    """Return the statistics of what an outer step clipped, after it; none where nothing arrived.
+
+    The mean displacement was negated by then, which changes no magnitude.
+    """
+    if not result.settlement.counted_shares:
+        return []
+    clipped = clipped_by_step(_by_tensor(state, result), state.outer_state, thresholds.momentum)
+    return statistics_of_displacement(clipped, thresholds.kind)
+
+
+def _by_tensor(state: GlobalState, result: RoundResult) -> list[Tensor]:
+    """Return the mean displacement by tensor; views, where it is flat."""
+    if not result.is_flat:
+        return result.delta
+    return [result.delta[0].as_strided(w.shape, w.stride(), w.storage_offset()) for w in state.weights]
 
 
 def outer_step(

@@ -5,10 +5,14 @@
 
 With momentum a mean of clamped gradients takes the place of g (`clipping.reference`), and is the only state. One step
 moves a coordinate by at most lr * u, decay aside. The kernels of `clipping.dispatch` take the step.
+
+Thresholds that are "auto" (`rounds.auto_thresholds`) come with s, by which lr is divided, and with `clamp_momentum`:
+whether the gradients are clamped that enter the momentum. It is False while u is not known yet.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,48 +20,62 @@ import torch
 
 from tailopt.clipping.dispatch import update
 from tailopt.clipping.kernels.kernel import StepGroup
-from tailopt.clipping.norms import auto_dead_zone, largest
+from tailopt.clipping.norms import auto_dead_zone, largest_gradient
 from tailopt.clipping.operators import compute_dtype
-from tailopt.clipping.reference import ClipByValue, Momentum, Step
+from tailopt.clipping.reference import ClipByValue, Momentum, StepNumbers
 from tailopt.clipping.step_cache import StepCache
-from tailopt.rules.rule import Hyperparameters, Rule, States, StepBound, Tensors, Thresholds, as_list, product
+from tailopt.rules.rule import (
+    Hyperparameters,
+    Rule,
+    States,
+    StepBound,
+    Tensors,
+    Thresholds,
+    as_list,
+    largest_step,
+    scaled_rate_and_decay,
+)
 
 
 def _biclip(
     params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
     names = ("lr", "u", "d")
-    momentum = float(hparams.get("momentum", 0.0))
+    momentum, clamp_gradients = float(hparams.get("momentum", 0.0)), hparams.get("clamp_momentum", True)
+    if momentum and not clamp_gradients:  # what is not finite would stay in the mean
+        most = [torch.finfo(compute_dtype(p.dtype)).max for p in params]
+        grads = [torch.where(g.isfinite(), g, 0.0).clamp(-x, x) for g, x in zip(grads, most, strict=True)]
     if not any(isinstance(hparams[name], list) for name in names) and not isinstance(hparams.get("dead_zone"), str):
         clip = ClipByValue(hparams["u"], hparams["d"], hparams.get("dead_zone", 0.0))
-        step = Step(clip, hparams["lr"], hparams.get("weight_decay", 0.0))
-        batches = [StepGroup(list(params), list(grads), step)]
+        step = StepNumbers(clip, *scaled_rate_and_decay(hparams, 0))
+        groups = [StepGroup(list(params), list(grads), step)]
     else:
-        n = len(params)
-        decay = hparams.get("weight_decay", 0.0)
-        rows = zip(params, grads, as_list(hparams["lr"], n), thresholds(params, grads, hparams), strict=True)
-        batches = [StepGroup([p], [g], Step(ClipByValue(*clip), lr, decay)) for p, g, lr, clip in rows]
+        rows = enumerate(zip(params, grads, thresholds(params, grads, hparams), strict=True))
+        groups = [
+            StepGroup([p], [g], StepNumbers(ClipByValue(*c), *scaled_rate_and_decay(hparams, i)))
+            for i, (p, g, c) in rows
+        ]
     if momentum:
-        batches = _with_momentum(batches, states, momentum)
-    update(batches, cache=cache)
+        groups = _with_momentum(groups, states, momentum, clamp_gradients)
+    update(groups, cache=cache)
 
 
-def _with_momentum(batches: Sequence[StepGroup], states: States, beta: float) -> list[StepGroup]:
-    """The batches with their momenta, split by how many steps these have taken; every count goes up by one."""
+def _with_momentum(groups: Sequence[StepGroup], states: States, beta: float, clamp_gradients: bool) -> list[StepGroup]:
+    """The groups with their momenta, split by how many steps these have taken; every count goes up by one."""
     result, first = [], 0
-    for batch in batches:
-        its_states = states[first : first + len(batch.params)]
-        first += len(batch.params)
+    for group in groups:
+        its_states = states[first : first + len(group.params)]
+        first += len(group.params)
         by_count: dict[int, list[int]] = {}
-        for i, (p, state) in enumerate(zip(batch.params, its_states, strict=True)):
+        for i, (p, state) in enumerate(zip(group.params, its_states, strict=True)):
             if "momentum_buffer" not in state:
                 state |= {"step": 0, "momentum_buffer": torch.zeros_like(p, dtype=compute_dtype(p.dtype))}
             state["step"] += 1
             by_count.setdefault(state["step"], []).append(i)
         for k, positions in by_count.items():
             momenta = [its_states[i]["momentum_buffer"] for i in positions]
-            step = batch.step._replace(momentum=Momentum.at(beta, k))
-            result.append(batch.only(positions)._replace(step=step, momenta=momenta))
+            step = group.step._replace(momentum=Momentum.at(beta, k)._replace(clamps=clamp_gradients))
+            result.append(group.only(positions)._replace(step=step, momenta=momenta))
     return result
 
 
@@ -66,8 +84,9 @@ def _dead_zones(params: Tensors, grads: Tensors, hparams: Hyperparameters) -> li
     zone = hparams.get("dead_zone", 0.0)
     if zone != "auto":
         return as_list(zone, len(params))
-    top = largest(list(grads), list(params))
-    uppers = as_list(hparams["u"], len(params))
+    top = largest_gradient(list(grads), list(params))
+    # u limits the zone, unless it is "auto": where such a u is below the zone, all gradients are rounding noise
+    uppers = as_list(math.inf if "s" in hparams else hparams["u"], len(params))
     return [auto_dead_zone(top, u, compute_dtype(p.dtype)) for p, u in zip(params, uppers, strict=True)]
 
 
@@ -89,7 +108,7 @@ def _sign(
 
 
 def _step_bound(hparams: Hyperparameters) -> StepBound:
-    return StepBound("coordinate", product(hparams["lr"], hparams["u"]))
+    return StepBound("coordinate", largest_step(hparams))
 
 
 def _sign_step_bound(hparams: Hyperparameters) -> StepBound:
@@ -99,7 +118,15 @@ def _sign_step_bound(hparams: Hyperparameters) -> StepBound:
 _OPTIONS = {"weight_decay": 0.0, "dead_zone": 0.0, "momentum": 0.0}
 _STATE = ("momentum_buffer",)  # where there is momentum
 BICLIP = Rule(
-    "biclip", ("lr", "u", "d"), _biclip, _step_bound, _OPTIONS, _STATE, is_elementwise=True, thresholds=thresholds
+    "biclip",
+    ("lr", "u", "d"),
+    _biclip,
+    _step_bound,
+    {**_OPTIONS, "scale": "first"},
+    _STATE,
+    is_elementwise=True,
+    thresholds=thresholds,
+    auto_u_limits="elements",
 )
 SIGN = Rule(
     "sign", ("lr",), _sign, _sign_step_bound, _OPTIONS, _STATE, is_elementwise=True, thresholds=_sign_thresholds

@@ -7,6 +7,8 @@ No state. The norm is taken over the scope: all parameters ("global") or each ("
 from fixed blocks or over shards, passes it as `norm`: a float, or one for each parameter. One step moves the scope by
 at most lr * u in norm, decay aside.
 
+Thresholds that are "auto" (`rounds.auto_thresholds`) come with s, by which lr is divided.
+
 With `leading` dimensions, each of their entries is a separate node with its own norm.
 """
 
@@ -19,9 +21,18 @@ from tailopt.clipping.dispatch import update
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.norms import NormRequest, scaling, scaling_in_torch, scalings
 from tailopt.clipping.operators import compute_dtype
-from tailopt.clipping.reference import ScaleToNorm, Step
+from tailopt.clipping.reference import ScaleToNorm, StepNumbers
 from tailopt.clipping.step_cache import StepCache
-from tailopt.rules.rule import Hyperparameters, Rule, States, StepBound, Tensors, product, value_for_param
+from tailopt.rules.rule import (
+    Hyperparameters,
+    Rule,
+    States,
+    StepBound,
+    Tensors,
+    largest_step,
+    scaled_rate_and_decay,
+    value_for_param,
+)
 
 SCOPES = ("global", "tensor")
 
@@ -34,7 +45,7 @@ def _biclip_l2(
         return
     n = len(params)
     by_tensor = hparams.get("scope", "global") == "tensor"
-    u, d, decay = hparams["u"], hparams.get("d", 0.0), hparams.get("weight_decay", 0.0)
+    u, d = hparams["u"], hparams.get("d", 0.0)
     types = [compute_dtype(p.dtype) for p in params]
     if "norm" in hparams:
         norm = hparams["norm"]
@@ -48,14 +59,14 @@ def _biclip_l2(
             NormRequest(scopes[i], value_for_param(u, i), value_for_param(d, i), t) for i, t in enumerate(types)
         ]
         clips = scalings(list(grads), list(params), scopes, max(scopes, default=0) + 1, requests)
-    batches: list[StepGroup] = []
+    groups: list[StepGroup] = []
     for i, (p, g, clip) in enumerate(zip(params, grads, clips, strict=True)):
-        step = Step(clip, value_for_param(hparams["lr"], i), decay)
-        if not batches or not _same_numbers(batches[-1].step, step):
-            batches.append(StepGroup([], [], step))
-        batches[-1].params.append(p)
-        batches[-1].grads.append(g)
-    update(batches, cache=cache)
+        step = StepNumbers(clip, *scaled_rate_and_decay(hparams, i))
+        if not groups or not _same_numbers(groups[-1].step, step):
+            groups.append(StepGroup([], [], step))
+        groups[-1].params.append(p)
+        groups[-1].grads.append(g)
+    update(groups, cache=cache)
 
 
 def _scaling_of_norm(norm: float, u: float, d: float, dtype: torch.dtype) -> ScaleToNorm:
@@ -64,7 +75,7 @@ def _scaling_of_norm(norm: float, u: float, d: float, dtype: torch.dtype) -> Sca
     return scaling(norm, norm * 0 + 1 if norm else 0.0, u, d, dtype)
 
 
-def _same_numbers(a: Step, b: Step) -> bool:
+def _same_numbers(a: StepNumbers, b: StepNumbers) -> bool:
     """Whether two steps have the same numbers; tensors are compared by identity, which waits for no device."""
     pairs = zip((*a.clip, a.lr), (*b.clip, b.lr), strict=True)
     return all(x is y or (isinstance(x, float) and isinstance(y, float) and x == y) for x, y in pairs)
@@ -94,9 +105,11 @@ def _step_stacked(params: Tensors, grads: Tensors, hparams: Hyperparameters) -> 
 
 def _step_bound(hparams: Hyperparameters) -> StepBound:
     kind = "norm" if hparams.get("scope", "global") == "global" else "tensor norm"
-    return StepBound(kind, product(hparams["lr"], hparams["u"]))  # type: ignore[arg-type]
+    return StepBound(kind, largest_step(hparams))  # type: ignore[arg-type]
 
 
-_OPTIONS = {"weight_decay": 0.0, "scope": "global"}
-L2CLIP = Rule("l2clip", ("lr", "u"), _biclip_l2, _step_bound, _OPTIONS, needs_norm=True)
-BICLIP_L2 = Rule("biclip-l2", ("lr", "u", "d"), _biclip_l2, _step_bound, _OPTIONS, needs_norm=True)
+_OPTIONS = {"weight_decay": 0.0, "scope": "global", "scale": "first"}
+L2CLIP = Rule("l2clip", ("lr", "u"), _biclip_l2, _step_bound, _OPTIONS, needs_norm=True, auto_u_limits="norms")
+BICLIP_L2 = Rule(
+    "biclip-l2", ("lr", "u", "d"), _biclip_l2, _step_bound, _OPTIONS, needs_norm=True, auto_u_limits="norms"
+)

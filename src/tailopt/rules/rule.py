@@ -48,11 +48,11 @@ class StepFunction(Protocol):
 class StepBound:
     """How far one step moves at most: every coordinate, or the Euclidean norm over all tensors or over each.
 
-    length: a number, a tensor, or a list with one for each parameter. Decoupled weight decay is not included.
+    limit: a number, a tensor, or a list with one for each parameter. Decoupled weight decay is not included.
     """
 
     kind: Literal["coordinate", "norm", "tensor norm"]
-    length: Any
+    limit: Any
 
 
 Thresholds = tuple[Any, Any, Any]  # u, d and the dead zone of one tensor
@@ -78,6 +78,7 @@ class Rule:
             gradient passes the norm as the hyperparameter `norm`.
         is_elementwise: whether a coordinate moves by what its own gradient says and by nothing else.
         thresholds: (parameters, gradients, hyperparameters) -> of every tensor, for statistics.
+        auto_u_limits: what a u that is "auto" limits: every element, or norms; None where u may not be "auto".
     """
 
     name: str
@@ -89,6 +90,7 @@ class Rule:
     needs_norm: bool = False
     is_elementwise: bool = False
     thresholds: Callable[[Tensors, Tensors, Hyperparameters], list[Thresholds]] = no_thresholds
+    auto_u_limits: Literal["elements", "norms"] | None = None
 
 
 def value_for_param(value: Any, i: int) -> Any:
@@ -96,7 +98,29 @@ def value_for_param(value: Any, i: int) -> Any:
     return value[i] if isinstance(value, list) else value
 
 
-def steps_alike_on_flat(rule: Rule, hparams: Hyperparameters) -> bool:
+def scaled_rate_and_decay(hparams: Hyperparameters, i: int) -> tuple[Any, Any]:
+    """The rate of the i-th parameter's step and its weight decay.
+
+    With thresholds that are "auto" a step is (lr / s) * clip(g; u, d), and weights still decay by lr itself.
+
+    Examples:
+        >>> scaled_rate_and_decay({"lr": 0.5, "s": [1.0, 4.0], "weight_decay": 0.25}, 1)
+        (0.125, 1.0)
+    """
+    lr, decay = value_for_param(hparams["lr"], i), hparams.get("weight_decay", 0.0)
+    s = value_for_param(hparams.get("s", 1.0), i)
+    return (lr, decay) if s == 1 else (lr / s, decay * s)
+
+
+def largest_step(hparams: Hyperparameters) -> Any:
+    """How far a rule that clips by u can move in a step: lr * u, or (lr / s) * u where thresholds are "auto"."""
+    u, s = hparams["u"], hparams.get("s")
+    if s is not None:
+        u = [a / b for a, b in zip(u, s, strict=True)] if isinstance(u, list) else u / s
+    return product(hparams["lr"], u)
+
+
+def can_step_flat_without_state(rule: Rule, hparams: Hyperparameters) -> bool:
     """Whether one step on all parameters laid out as one tensor has the bits of a step on each, and keeps no state."""
     alike = all(isinstance(value, int | float | bool) for value in hparams.values())
     return alike and rule.is_elementwise and not hparams.get("momentum")

@@ -16,10 +16,18 @@ from typing import Any
 
 from tailopt.figures.style import band, pyplot
 from tailopt.records import disk
-from tailopt.studies.comparison import COMPARISON_OPTIONS, Comparison, ComparisonPlan, TaskSpec, with_options
+from tailopt.studies import claims
+from tailopt.studies.comparison import (
+    COMPARISON_OPTIONS,
+    FEW_POINTS,
+    Comparison,
+    ComparisonPlan,
+    TaskSpec,
+    with_options,
+)
 from tailopt.studies.comparison_runs import compare
 from tailopt.studies.plots import look_of, save
-from tailopt.studies.protocol import Claim, all_hold, decide, mean_is_no_lower
+from tailopt.studies.protocol import Claim, all_hold, decide, exceeds
 from tailopt.studies.runner import write_results
 from tailopt.studies.study import StudyOptions, resolve_device
 from tailopt.studies.tables import methods_section, metric_table, page, seeds_text
@@ -33,7 +41,7 @@ TASKS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "cifar100": ("CIFAR-100", ("accuracy",)),
 }
 ALGORITHMS = ("avg-biclip", "avg-sgd", "avg-adam")
-CLAIM = "On one node BiClip reaches Adam's accuracy and speed, without state."
+MARGIN = 1.0  # points of accuracy or F1 that BiClip may be below Adam
 
 
 @dataclass(frozen=True)
@@ -84,9 +92,9 @@ def run(out: Path, options: StudyOptions) -> Path:
         plan = with_options(task_plan(name, options, len(tasks) > 1), options)
         results = compare(plan, out / name, options.progress)
         parts.append(TaskResults(name, results, _start(plan, out / name / "start.json")))
-    claims = None if options.quick else [evaluate_claim(parts)]
-    written = {"parts": {part.task: part.as_json() for part in parts}, "claims": claims or []}
-    write_results(out, written, report(parts, claims))
+    judged = None if options.quick else [evaluate_claim(parts)]
+    written = {"parts": {part.task: part.as_json() for part in parts}, "claims": judged or []}
+    write_results(out, written, report(parts, judged), options.command)
     draw(parts, out / "centralised.png")
     return out
 
@@ -119,10 +127,8 @@ def task_plan(name: str, options: StudyOptions, several: bool) -> ComparisonPlan
         algorithms=ALGORITHMS,
         fixed={"avg-adam": {"inner_state": "keep"}} if nodes in (None, 1) else {},
         space="scratch" if scratch else "fine-tuning",
-        budget=2 if small else 8,
-        seeds=(0,) if small else (0, 1, 2),
+        **({**FEW_POINTS, "seeds": (0,)} if small else {"budget": 20, "halving": True}),
         run={} if nodes is None else {"nodes": nodes},
-        tuning={"rounds": 1} if small else {"rounds": 5},
     )
 
 
@@ -142,7 +148,7 @@ def _start(plan: ComparisonPlan, path: Path) -> dict[str, float]:
     """The metrics of the model before the first step, of the first seed."""
     if not path.is_file():
         (spec,) = plan.columns.values()
-        problem, seed = spec.build("validation"), plan.seeds[0]
+        problem, seed = spec.build(), plan.seeds[0]
         model = problem.model(seed).to(resolve_device(plan.device))
         disk.replace(path, (json.dumps(dict(problem.evaluate(model, seed))) + "\n").encode())
     metrics: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
@@ -153,24 +159,24 @@ def _start(plan: ComparisonPlan, path: Path) -> dict[str, float]:
 
 
 def evaluate_claim(parts: Sequence[TaskResults]) -> Claim:
-    """Claim 11: on every task BiClip ends no lower than Adam, and is on average over the steps no lower either.
-
-    Less than the larger standard deviation over the seeds is no difference; one seed decides nothing.
-    """
+    """Claim 11: on every task BiClip ends at most a point below Adam, and is so on average over the steps too."""
     decided = [_evaluate_part(part) for part in parts]
-    return decide(11, CLAIM, all_hold([verdict for verdict, _ in decided]), "; ".join(text for _, text in decided))
+    verdict = all_hold(verdict for verdict, _ in decided)
+    return decide(11, claims.TEXTS[11], verdict, "; ".join(text for _, text in decided))
 
 
 def _evaluate_part(part: TaskResults) -> tuple[bool | None, str]:
-    curves = {name: part.curves(name) for name in ("avg-biclip", "avg-adam", "avg-sgd")}
-    ours, adams = curves["avg-biclip"], curves["avg-adam"]
-    if not ours or not adams:
-        return None if not adams else False, f"{part.label}: not both were run to the end"
+    names = ("avg-biclip", "avg-adam", "avg-sgd")
+    curves = {name: part.curves(name) for name in names}
+    if not curves["avg-biclip"] or not curves["avg-adam"]:
+        return None if not curves["avg-adam"] else False, f"{part.label}: not both were run to the end"
     at_end = {name: [curve[-1] for curve in several] for name, several in curves.items() if several}
     on_average = {name: [statistics.fmean(c[1:]) for c in several] for name, several in curves.items() if several}
     verdict = None
-    if len(ours) > 1 and len(adams) > 1:
-        verdict = all(mean_is_no_lower(by["avg-biclip"], by["avg-adam"]) for by in (at_end, on_average))
+    if len(curves["avg-biclip"]) == len(curves["avg-adam"]) == len(part.plan.seeds):
+        verdict = all_hold(
+            exceeds(by["avg-biclip"], by["avg-adam"], by=-MARGIN, comparisons=2) for by in (at_end, on_average)
+        )
     figures = ", ".join(
         f"{name} {statistics.fmean(at_end[name]):.2f} ({statistics.fmean(on_average[name]):.2f})" for name in at_end
     )
@@ -180,7 +186,7 @@ def _evaluate_part(part: TaskResults) -> tuple[bool | None, str]:
 # --- The page and the figure ------------------------------------------------------------------------------------------
 
 
-def report(parts: Sequence[TaskResults], claims: Sequence[Claim] | None) -> str:
+def report(parts: Sequence[TaskResults], judged: Sequence[Claim] | None) -> str:
     """The study as a page."""
     body = []
     for part in parts:
@@ -196,13 +202,13 @@ def report(parts: Sequence[TaskResults], claims: Sequence[Claim] | None) -> str:
             "",
             *(text.replace("## How", "### How") for text in methods),
         ]
-    return page("BiClip, SGD and Adam on one node" if _nodes(parts) == 1 else "The same tasks, nested", body, claims)
+    return page("BiClip, SGD and Adam on one node" if _nodes(parts) == 1 else "The same tasks, nested", body, judged)
 
 
 def _differences(part: TaskResults) -> list[str]:
     plan, spec = part.plan, part.plan.columns[part.label]
     arguments = plan.arguments(part.label)
-    model: Any = getattr(spec.build("validation"), "pretrained", "")
+    model: Any = getattr(spec.build(), "pretrained", "")
     theirs = "Qwen2.5" if part.task == "squad" else "a ViT-base pretrained on ImageNet"
     return [
         f"Model: {Path(model).name if model else 'from scratch'}; the paper's is {theirs}, and it prints no numbers.",

@@ -1,8 +1,9 @@
-"""Algorithms compared on real tasks: what is compared, and what came out.
+"""Algorithms compared on tasks: what is compared, and what came out.
 
-Each algorithm is tuned with the same number of random settings, then reported over seeds. Tuning looks at a slice held
-out of train, reporting at the validation split, after training on all of train. A study file defines what is run, what
-the paper has beside it and which of its claims can be decided; `comparison_runs` runs it, `tables` and `plots` show it.
+Each algorithm is tuned with the same number of points, then reported over seeds (`protocol`). Tuning looks at a slice
+held out of train, reporting at the validation split, after training on all of train; synthetic tasks differ from seed
+to seed instead. A study file defines what is run, what the paper has beside it and which of its claims can be decided;
+`comparison_runs` runs it, `tables` and `plots` show it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any
 
 from tailopt.paper.printed_tables import algorithm_name
 from tailopt.studies.runner import as_json
+from tailopt.studies.search_spaces import WIDENINGS
 from tailopt.studies.study import StudyOptions
+from tailopt.sweeps.result import BudgetPoint
 from tailopt.tasks.table import task
 from tailopt.tasks.task import Task
 
@@ -23,6 +26,7 @@ from tailopt.tasks.task import Task
 COMPARISON_OPTIONS = ("algorithms", "seeds", "budget", "settings", "device")
 # what `--quick` runs: arguments of `simulate`, and settings of the task
 QUICK_RUN: Mapping[str, Any] = {"nodes": 2, "rounds": 1, "local_steps": 1, "batch_size": 4}
+FEW_POINTS: Mapping[str, Any] = {"budget": 2, "widenings": 0, "tuning_seeds": (100,)}
 QUICK_DATA: Mapping[str, Any] = {"limit": 64, "evaluated": 16}
 
 
@@ -31,15 +35,19 @@ QUICK_DATA: Mapping[str, Any] = {"limit": 64, "evaluated": 16}
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """A task to be built: name and preset as in the table of tasks, and settings that override the preset's."""
+    """A task to be built: name and preset as in the table of tasks, and settings that override the preset's.
+
+    run: arguments of `sweep` for this task alone, such as rounds.
+    """
 
     task: str
     preset: str = "paper"
     settings: Mapping[str, Any] = field(default_factory=dict)
+    run: Mapping[str, Any] = field(default_factory=dict)
 
-    def build(self, split: str) -> Task:
-        """The task, measured on the "validation" split or on the "held-out" slice of train."""
-        return task(self.task, self.preset, **{**self.settings, "judge": split})
+    def build(self) -> Task:
+        """The task, measured on what is reported."""
+        return task(self.task, self.preset, **self.settings)
 
 
 @dataclass(frozen=True)
@@ -51,10 +59,12 @@ class ComparisonPlan:
         algorithms: names.
         fixed: name -> keywords of `algorithm` that are not searched, such as inner_state.
         space: a key of `SPACES`.
-        budget: random settings tried for each algorithm on each column.
-        seeds: the seeds that are reported; tuning has `tuning_seed`.
-        run: arguments of `simulate` that override the task's defaults: rounds, nodes, local_steps, participants ...
-        tuning: arguments that override `run` while tuning.
+        budget: points tried for each algorithm on each column.
+        widenings: how often ranges become wider where a best point lies at an end; few points say nothing about that.
+        tuning_seeds: what points are chosen by.
+        seeds: the seeds that are reported.
+        halving: whether the worse part of the points ends early.
+        run: arguments of `sweep` that override the task's defaults: rounds, nodes, local_steps, participants ...
         settings: "tune"; "paper": the paper's best settings; or the results.json of an earlier study, whose settings
             are taken. With the last two nothing is tuned.
         device: None is a GPU where there is one.
@@ -64,38 +74,37 @@ class ComparisonPlan:
     algorithms: tuple[str, ...]
     fixed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     space: str = "fine-tuning"
-    budget: int = 8
-    seeds: tuple[int, ...] = (0, 1, 2)
-    tuning_seed: int = 100
+    budget: int = 64
+    widenings: int = WIDENINGS
+    tuning_seeds: tuple[int, ...] = (100, 101)
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    halving: bool = False
     run: Mapping[str, Any] = field(default_factory=dict)
-    tuning: Mapping[str, Any] = field(default_factory=dict)
     settings: str = "tune"
     device: str | None = None
 
     @property
     def trials(self) -> int:
-        """How many settings are tried for each algorithm on each column."""
+        """How many settings are tried for each algorithm on each column, each with every tuning seed."""
         return self.budget if self.settings == "tune" else 0
 
-    def arguments(self, column: str, tuning: bool = False) -> dict[str, Any]:
-        """The arguments of `simulate` that determine how much is run."""
-        defaults = self.columns[column].build("validation").defaults
-        overrides = {**self.run, **(self.tuning if tuning else {})}
-        arguments: dict[str, Any] = {
-            "rounds": defaults.rounds,
-            "batch_size": defaults.batch_size,
-            "weights": defaults.weights,
-        }
+    def overrides(self, column: str) -> dict[str, Any]:
+        """The arguments of `sweep` that the study sets for a column."""
+        return {**self.run, **self.columns[column].run}
+
+    def arguments(self, column: str) -> dict[str, Any]:
+        """What determines how much is run: the overrides over the task's defaults."""
+        defaults, overrides = self.columns[column].build().defaults, self.overrides(column)
+        arguments: dict[str, Any] = {"rounds": defaults.rounds, "batch_size": defaults.batch_size}
         if not {"local_steps", "local_epochs"} & overrides.keys():
             arguments |= {"local_steps": defaults.local_steps, "local_epochs": defaults.local_epochs}
-        participants = getattr(defaults, "participants", None)
-        if participants is not None and "participation" not in overrides:
-            arguments["participants"] = participants
+        if defaults.participants is not None and "participation" not in overrides:
+            arguments["participants"] = defaults.participants
         return {**arguments, **{key: value for key, value in overrides.items() if key != "nodes"}}
 
     def nodes(self, column: str) -> int:
         """How many nodes a column has."""
-        return int(self.run.get("nodes", self.columns[column].build("validation").defaults.nodes))
+        return int(self.overrides(column).get("nodes", self.columns[column].build().defaults.nodes))
 
     def length(self, column: str) -> str:
         """How much a reported run is, in words."""
@@ -106,8 +115,9 @@ class ComparisonPlan:
         return f"{nodes} nodes, {rounds} rounds of {amount}, batch {batch_size}"
 
     def as_json(self) -> dict[str, Any]:
-        """As plan.json and results.json have it; the files call `settings` "source", as their first version did."""
-        return {"source" if key == "settings" else key: value for key, value in as_json(self).items()}
+        """As plan.json and results.json have it."""
+        found: dict[str, Any] = as_json(self)
+        return found
 
 
 def with_options(plan: ComparisonPlan, options: StudyOptions) -> ComparisonPlan:
@@ -120,7 +130,7 @@ def with_options(plan: ComparisonPlan, options: StudyOptions) -> ComparisonPlan:
     """
     if options.quick:
         few = {label: replace(spec, settings={**spec.settings, **QUICK_DATA}) for label, spec in plan.columns.items()}
-        plan = replace(plan, columns=few, algorithms=plan.algorithms[:2], budget=1, seeds=(0,), tuning={})
+        plan = replace(plan, columns=few, algorithms=plan.algorithms[:2], **FEW_POINTS, seeds=(0,))
         plan = replace(plan, run={**QUICK_RUN, **plan.run, "rounds": 1, "local_steps": 1})
     if options.algorithms:
         plan = replace(plan, algorithms=algorithm_names(options.algorithms))
@@ -154,7 +164,6 @@ class SeedRun:
     metrics: Mapping[str, float] | None
     curve: list[Mapping[str, float]]
     losses: list[float]
-    seconds: float
 
     def values(self, metric: str) -> list[float]:
         """A metric by round."""
@@ -163,13 +172,26 @@ class SeedRun:
 
 @dataclass(frozen=True)
 class AlgorithmResult:
-    """One algorithm on one column: its settings, the trials that led to them, and a run per seed."""
+    """One algorithm on one column: its settings, the trials that led to them, and a run per seed.
+
+    Attributes:
+        trials: every point that was tried, best first: its settings, the mean of the metric over the tuning seeds, and
+            how many rounds it ran.
+        budget_curve: what fewer points would have found, on the tuning seeds.
+        ranges: where the settings were searched in the end: setting -> low and high.
+        at_edge: settings whose best value lies at an end of a range all the same.
+        route: how the points were run, and why this way.
+    """
 
     column: str
     algorithm: str
     settings: Mapping[str, Any]
-    trials: list[Mapping[str, Any]]
     runs: tuple[SeedRun, ...]
+    trials: list[Mapping[str, Any]] = field(default_factory=list)
+    budget_curve: tuple[BudgetPoint, ...] = ()
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    at_edge: tuple[str, ...] = ()
+    route: str = ""
 
     @property
     def whole_runs(self) -> tuple[SeedRun, ...]:
@@ -200,9 +222,21 @@ class Comparison:
         """The mean of a metric over the seeds."""
         return statistics.fmean(self.values(column, name, metric))
 
+    def scores(self, column: str, metric: str, log: bool = False) -> dict[str, list[float]]:
+        """A metric as scores by algorithm and seed, higher is better; minus its logarithm, if `log`."""
+        lower = self.plan.columns[column].build().defaults.lower_is_better
+        found = {name: self.values(column, name, metric) for name in self.plan.algorithms}
+        return {name: [_score(value, lower, log) for value in values] for name, values in found.items()}
+
     def as_json(self) -> dict[str, Any]:
         """As results.json has it."""
         return {"plan": self.plan.as_json(), "found": dict(self.data), "cells": as_json(self.cells)}
+
+
+def _score(value: float, lower_is_better: bool, log: bool) -> float:
+    if log:
+        value = math.log(value) if value > 0 else -math.inf if value == 0 else math.nan
+    return -value if lower_is_better else value
 
 
 def slug(text: str) -> str:

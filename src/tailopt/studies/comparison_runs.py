@@ -1,54 +1,38 @@
-"""A comparison run: settings chosen for every algorithm on every task, then one reported run per seed.
+"""A comparison run: settings searched for every algorithm on every task, then reported over seeds.
 
-Every trial and every reported run is recorded in the study's folder as it ends, and a run that was stopped resumes from
-its last round.
+    out/sweeps/TASK-ALGORITHM-DIGEST/     one sweep for each pair: every trial and every reported run, as it ends
+
+The search of a task begins with the ranges of the space. Where a best point lies at an end of a range, the range widens
+and all algorithms that have the rule are searched again, with the same number of points; the trials in the narrower
+range do not count. After `WIDENINGS` times the ranges stay, and the report says which points lie at an end.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tailopt.algorithms import algorithm
 from tailopt.engines.batches import to_device
-from tailopt.engines.simulate import simulate
 from tailopt.paper import paper_settings
-from tailopt.progress import Progress
 from tailopt.records import disk
-from tailopt.rounds.settle import EveryoneExcluded
 from tailopt.studies.comparison import AlgorithmResult, Comparison, ComparisonPlan, SeedRun, slug
-from tailopt.studies.protocol import tune
-from tailopt.studies.runner import RECORD, Grid, Tick, older_file, read_record, run_grid
-from tailopt.studies.search_spaces import SPACES
+from tailopt.studies.runner import digest
+from tailopt.studies.search_spaces import SPACES, Edge, search
 from tailopt.studies.study import resolve_device
+from tailopt.sweeps.halving import Halving
+from tailopt.sweeps.result import SweepResult
+from tailopt.sweeps.space import Range, Space
+from tailopt.sweeps.sweep import sweep
+from tailopt.sweeps.trials import Trial
 from tailopt.tasks.task import Task
-
-
-@dataclass(frozen=True)
-class _ReportCell:
-    column: str
-    algorithm: str
-    seed: int
-
-    def file_name(self) -> str:
-        return f"{slug(self.column)}-{self.algorithm}-{self.seed}"
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """The settings of one algorithm on one column, and the trials that led to them."""
-
-    settings: dict[str, Any]
-    trials: list[dict[str, Any]]
 
 
 def compare(plan: ComparisonPlan, out: Path, progress: bool = True) -> Comparison:
@@ -64,59 +48,91 @@ def compare(plan: ComparisonPlan, out: Path, progress: bool = True) -> Compariso
     out.mkdir(parents=True, exist_ok=True)
     disk.replace(out / "plan.json", (json.dumps(plan_json, indent=1) + "\n").encode())
     pairs = [(column, name) for column in plan.columns for name in plan.algorithms]
-    with Progress(progress) as bar:
-        choices = _choices(plan, pairs, out, bar)
-
-        def measure(cell: _ReportCell, tick: Tick) -> SeedRun:
-            return _reported(plan, cell, choices[cell.column, cell.algorithm].settings, out / "runs" / cell.file_name())
-
-        def after(cell: _ReportCell) -> None:  # the result is safe; weights are large
-            shutil.rmtree(out / "runs" / cell.file_name() / "checkpoints", ignore_errors=True)
-
-        grid = Grid[_ReportCell, SeedRun](
-            cells=[_ReportCell(column, name, seed) for column, name in pairs for seed in plan.seeds],
-            key=asdict,
-            measure=measure,
-            decode=lambda value: SeedRun(**value),
-            label=lambda cell: f"{cell.column}: {cell.algorithm}, seed {cell.seed}",
-            older=lambda cell: older_file(out / "cells" / f"{cell.file_name()}.json"),
-            after=after,
-        )
-        runs = run_grid(grid, out / RECORD, bar)
-    cells = [
-        AlgorithmResult(
-            column,
-            name,
-            choices[column, name].settings,
-            list(choices[column, name].trials),
-            tuple(runs[_ReportCell(column, name, seed)] for seed in plan.seeds),
-        )
-        for column, name in pairs
-    ]
-    data = {label: getattr(spec.build("validation"), "data_description", "") for label, spec in plan.columns.items()}
+    searches = {column: _Search(plan, column, out, progress) for column in plan.columns}
+    if plan.settings == "tune":
+        for search in searches.values():
+            search.run()
+    announce = Announcer(progress, len(pairs), "reporting")
+    cells = []
+    for column, name in pairs:
+        announce(f"{column}: {name}")
+        cells.append(searches[column].report(name))
+    announce.end()
+    data = {label: getattr(spec.build(), "data_description", "") for label, spec in plan.columns.items()}
     results = Comparison(plan, data, tuple(cells))
     disk.replace(out / "results.json", (json.dumps(results.as_json(), indent=1) + "\n").encode())
     return results
 
 
-def cost(plan: ComparisonPlan, out: Path | None = None) -> str:
-    """What a comparison will cost, in local steps and in time: one step of each task is timed, nothing else is run."""
-    lines, seconds = [], 0.0
-    for label in plan.columns:
-        step = _seconds_of_a_step(plan, label)
-        steps = len(plan.algorithms) * (
-            plan.trials * _steps(plan, label, tuning=True) + len(plan.seeds) * _steps(plan, label, tuning=False)
+class _Search:
+    """The sweeps of one column. space: the ranges as they are now; at_edge: best points that stayed at an end."""
+
+    def __init__(self, plan: ComparisonPlan, column: str, out: Path, progress: bool) -> None:
+        self._plan, self._column, self._out, self._progress = plan, column, out, progress
+        self._task = plan.columns[column].build()
+        self._space: Space = SPACES[plan.space]
+        self._at_edge: list[Edge] = []
+
+    def run(self) -> None:
+        """Search the settings of all algorithms; widen ranges whose ends hold a best point, and search again."""
+        announce = Announcer(self._progress, len(self._plan.algorithms), "tuning")
+
+        def best(name: str, space: Space) -> Mapping[str, float] | None:
+            announce(f"{self._column}: {name}")
+            found = self._sweep(name, space, report=False).best
+            return None if found.diverged else found.settings
+
+        self._space, self._at_edge = search(self._space, self._plan.algorithms, best, self._plan.widenings)
+        announce.end()
+
+    def report(self, name: str) -> AlgorithmResult:
+        """Run the best settings of an algorithm, or those that were given, on the seeds of the report."""
+        plan = self._plan
+        result = self._sweep(name, self._space, report=True)
+        tuned = plan.settings == "tune"
+        ranges = self._space.ranges(name) if tuned else {}
+        fixed = plan.fixed.get(name, {})
+        return AlgorithmResult(
+            column=self._column,
+            algorithm=name,
+            settings={key: value for key, value in result.best.settings.items() if key not in fixed},
+            runs=_seed_runs(plan.seeds, result.reports),
+            trials=[{"settings": t.settings, "value": t.value, "rounds": t.rounds} for t in result.ranking],
+            budget_curve=tuple(result.budget_curve()),
+            ranges={key: (interval.low, interval.high) for key, interval in ranges.items()},
+            at_edge=tuple(edge.text() for edge in self._at_edge if edge.algorithm == name),
+            route=f"{result.route.name}: {result.route.reason}",
         )
-        seconds += steps * step
-        lines.append(
-            f"{label}: {len(plan.algorithms)} algorithms, {plan.trials} trials and {len(plan.seeds)} seeds each, "
-            f"{steps} local steps of {step * 1e3:.3g} ms on {resolve_device(plan.device)}"
+
+    def _sweep(self, name: str, space: Space, report: bool) -> SweepResult:
+        plan = self._plan
+        points, seeds = self._points(name, space)
+        folder = self._out / "sweeps" / f"{slug(self._column)}-{name}-{digest(_as_text(points))[:8]}"
+        return sweep(
+            self._task,
+            name,
+            space=points,
+            budget=plan.budget,
+            settings=dict(plan.fixed.get(name, {})),
+            seeds=seeds,
+            report_seeds=plan.seeds if report else 0,
+            halving=plan.halving,
+            curves=True,
+            device=resolve_device(plan.device),
+            run=folder,
+            progress=self._progress,
+            **plan.overrides(self._column),
         )
-    finished = 0
-    if out is not None and out.is_dir():
-        finished = len(read_record(out / RECORD)) + len(list((out / "cells").glob("*.json")))
-    rest = f"; {finished} finished runs are in {out} already" if finished else ""
-    return "\n".join([*lines, f"about {_duration(seconds)} of training, evaluation not counted{rest}"])
+
+    def _points(self, name: str, space: Space) -> tuple[Any, Sequence[int] | int]:
+        """Where an algorithm is searched, and the tuning seeds; one point and none where its settings are given."""
+        plan, column = self._plan, self._column
+        if plan.settings == "tune":
+            return space.ranges(name), plan.tuning_seeds
+        if plan.settings == "paper":
+            return [dict(paper_settings(name, plan.columns[column].task))], 0
+        results = json.loads(Path(plan.settings).read_text(encoding="utf-8"))
+        return [earlier_settings(results, column, name)], 0
 
 
 def earlier_settings(results: Mapping[str, Any], column: str, name: str) -> dict[str, Any]:
@@ -127,100 +143,102 @@ def earlier_settings(results: Mapping[str, Any], column: str, name: str) -> dict
     raise ValueError(f"Invalid settings: that study has none of {name} for {column}; need one that ran it.")
 
 
-def _choices(
-    plan: ComparisonPlan, pairs: list[tuple[str, str]], out: Path, bar: Progress
-) -> dict[tuple[str, str], _Choice]:
-    """The settings of every algorithm on every column: the paper's, an earlier study's, or tuned now."""
-    if plan.settings == "paper":
-        return {(c, name): _Choice(dict(paper_settings(name, plan.columns[c].task)), []) for c, name in pairs}
-    if plan.settings != "tune":
-        results = json.loads(Path(plan.settings).read_text(encoding="utf-8"))
-        return {(column, name): _Choice(earlier_settings(results, column, name), []) for column, name in pairs}
-    choices, done, total = {}, 0, len(pairs) * plan.budget
-    for column, name in pairs:
+def _seed_runs(seeds: Sequence[int], reports: Sequence[Trial]) -> tuple[SeedRun, ...]:
+    """The reported runs by seed; one that broke down has no metrics, and a search without a finite trial no reports."""
+    by_seed = {trial.seed: trial for trial in reports}
+    runs = []
+    for seed in seeds:
+        trial = by_seed.get(seed)
+        rungs = trial.rungs if trial is not None else ()
+        whole = trial is not None and not trial.ended and rungs
+        metrics = dict(rungs[-1].metrics) if whole else None
+        runs.append(SeedRun(seed, metrics, [dict(r.metrics) for r in rungs], [r.loss for r in rungs]))
+    return tuple(runs)
 
-        def tick(n: int, label: str = f"{column}: {name}, tuning") -> None:
-            nonlocal done
-            done += n
-            bar.update(done, total, label)
 
-        tuned = tune(
-            _score(plan, column, name),
-            SPACES[plan.space].ranges(name),
-            plan.budget,
-            value="score",
-            record=out / "trials" / f"{slug(column)}-{name}.jsonl",
-            tick=tick,
+def _as_text(space: Any) -> Any:
+    """A space as plain values, for the name of its folder."""
+    if isinstance(space, Mapping):
+        return {key: [r.low, r.high, r.log] if isinstance(r, Range) else r for key, r in space.items()}
+    return space
+
+
+class Announcer:
+    """Says on stderr which sweep comes next, and how long the rest will take; the sweep shows its own progress."""
+
+    def __init__(self, shown: bool, total: int, what: str) -> None:
+        self._shown, self._total, self._what = shown, total, what
+        self._begun = self._last = time.monotonic()
+        self._done = -1
+
+    def __call__(self, label: str) -> None:
+        """Say what comes next, at most every two seconds: a short sweep needs no line of its own."""
+        self._done += 1
+        self._total = max(self._total, self._done + 1)  # ranges that widen are searched again
+        now = time.monotonic()
+        if not self._shown or (self._done and now - self._last < 2.0):
+            return
+        self._last = now
+        left = (now - self._begun) / self._done * (self._total - self._done) if self._done else None
+        rest = f", about {duration(left)} left" if left is not None else ""
+        print(f"{self._what} {self._done + 1} of {self._total}{rest}: {label}", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Say how long it took."""
+        if self._shown:
+            print(f"{self._what} took {duration(time.monotonic() - self._begun)}", file=sys.stderr, flush=True)
+
+
+# --- The cost ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Amount:
+    """Local steps of the runs of one algorithm on a column."""
+
+    tuning: float
+    reported: int
+
+
+def cost(plan: ComparisonPlan, out: Path | None = None) -> str:
+    """What a comparison will cost, in local steps and in time: one step of each task is timed, nothing else is run."""
+    lines, seconds = [], 0.0
+    for label in plan.columns:
+        step, amount = _seconds_of_a_step(plan, label), _amount(plan, label)
+        steps = round(len(plan.algorithms) * (amount.tuning + amount.reported))
+        seconds += steps * step
+        lines.append(
+            f"{label}: {len(plan.algorithms)} algorithms, {plan.trials} trials and {len(plan.seeds)} seeds each, "
+            f"{steps} local steps of {step * 1e3:.3g} ms on {resolve_device(plan.device)}"
         )
-        trials = [{"point": trial.point, **trial.values} for trial in tuned.trials]
-        choices[column, name] = _Choice(tuned.settings, trials)
-    return choices
+    finished = 0
+    if out is not None and (out / "sweeps").is_dir():
+        finished = sum(path.read_bytes().count(b"\n") for path in (out / "sweeps").glob("*/trials.jsonl"))
+    rest = f"; {finished} finished trials and runs are in {out} already" if finished else ""
+    again = f"; ranges that have to widen cost up to {plan.widenings} times as much again" if plan.widenings else ""
+    return "\n".join(
+        [
+            *lines,
+            f"at most about {duration(seconds)} of training where nothing runs side by side, evaluation not counted"
+            f"{again}{rest}",
+        ]
+    )
 
 
-def _score(plan: ComparisonPlan, column: str, name: str) -> Callable[[Mapping[str, float]], float]:
-    """A function of settings that tuning minimises: plus or minus the metric on the held-out slice."""
-
-    def score(settings: Mapping[str, float]) -> float:
-        problem = plan.columns[column].build("held-out")
-        cell = _ReportCell(column, name, plan.tuning_seed)
-        rows = _trained(plan, problem, cell, settings, tuning=True)
-        if rows is None or not math.isfinite(rows[-1]["loss"]):
-            return math.inf
-        metric = float(rows[-1]["metrics"][problem.defaults.metric])
-        if math.isnan(metric):
-            return math.inf
-        return metric if problem.defaults.lower_is_better else -metric
-
-    return score
+def _amount(plan: ComparisonPlan, column: str) -> _Amount:
+    run, rounds = _steps(plan, column), int(plan.arguments(column)["rounds"])
+    halving, share, left, before = Halving.of(plan.halving, rounds), 0.0, 1.0, 0
+    for rung in (*(halving.rungs if halving is not None else ()), rounds):
+        share += left * (rung - before) / rounds
+        before = rung
+        left /= halving.factor if halving is not None else 1.0
+    return _Amount(plan.trials * len(plan.tuning_seeds) * share * run, len(plan.seeds) * run)
 
 
-def _reported(plan: ComparisonPlan, cell: _ReportCell, settings: Mapping[str, float], folder: Path) -> SeedRun:
-    problem = plan.columns[cell.column].build("validation")
-    start = time.perf_counter()
-    rows = _trained(plan, problem, cell, settings, run=folder)
-    seconds = time.perf_counter() - start
-    if rows is None:
-        return SeedRun(cell.seed, None, [], [], seconds)
-    curve = [row["metrics"] for row in rows]
-    return SeedRun(cell.seed, rows[-1]["metrics"], curve, [row["loss"] for row in rows], seconds)
-
-
-def _trained(
-    plan: ComparisonPlan,
-    problem: Task,
-    cell: _ReportCell,
-    settings: Mapping[str, float],
-    tuning: bool = False,
-    run: Path | None = None,
-) -> list[dict[str, Any]] | None:
-    """The history of one simulation; None where every node's displacement was excluded."""
-    arguments, seed = plan.arguments(cell.column, tuning), cell.seed
-    try:
-        result = simulate(
-            problem.model(seed),
-            algorithm(cell.algorithm, **{**settings, **plan.fixed.get(cell.algorithm, {})}),
-            loss=problem.loss,
-            data=problem.nodes(seed, plan.nodes(cell.column)),
-            seed=seed,
-            evaluate=lambda model: problem.evaluate(model, seed),
-            evaluate_every=arguments["rounds"] if tuning else 1,
-            device=resolve_device(plan.device),
-            run=run,
-            resume=run is not None,
-            keep=1,
-            progress=False,
-            inplace=True,
-            **arguments,
-        )
-    except EveryoneExcluded:
-        return None
-    return result.history
-
-
-def _steps(plan: ComparisonPlan, column: str, tuning: bool) -> int:
+def _steps(plan: ComparisonPlan, column: str) -> int:
     """Local steps of one run, over all nodes."""
-    arguments = plan.arguments(column, tuning)
-    nodes = plan.columns[column].build("validation").nodes(plan.tuning_seed, plan.nodes(column))
+    arguments = plan.arguments(column)
+    nodes = plan.columns[column].build().nodes(plan.seeds[0], plan.nodes(column))
     sizes = [len(node) for node in nodes]
     participants = len(sizes)
     if arguments.get("participants"):
@@ -235,11 +253,11 @@ def _steps(plan: ComparisonPlan, column: str, tuning: bool) -> int:
 
 
 def _seconds_of_a_step(plan: ComparisonPlan, column: str) -> float:
-    problem = plan.columns[column].build("validation")
-    data = problem.nodes(plan.tuning_seed, plan.nodes(column))[0]
+    problem, seed = plan.columns[column].build(), plan.seeds[0]
+    data = problem.nodes(seed, plan.nodes(column))[0]
     size = min(plan.arguments(column)["batch_size"], len(data))
     batch = torch.utils.data.default_collate([data[i] for i in range(size)])
-    return seconds_of_a_step(problem, batch, plan.tuning_seed, torch.device(resolve_device(plan.device)))
+    return seconds_of_a_step(problem, batch, seed, torch.device(resolve_device(plan.device)))
 
 
 def seconds_of_a_step(problem: Task, batch: Any, seed: int, device: torch.device) -> float:
@@ -256,12 +274,24 @@ def seconds_of_a_step(problem: Task, batch: Any, seed: int, device: torch.device
     return min(times[1:])
 
 
+def duration(seconds: float) -> str:
+    """A time in words.
+
+    Examples:
+        >>> duration(45.2), duration(600), duration(7200)
+        ('45 s', '10 min', '2.0 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 def _same_study(plan: ComparisonPlan, path: Path) -> dict[str, Any]:
     """The content of plan.json; raises where the folder holds another study.
 
-    Seeds, algorithms and columns may be added.
+    Seeds, algorithms, columns and points may be added.
     """
-    new = replace(plan, seeds=(), algorithms=(), device=None).as_json()
+    new = replace(plan, seeds=(), algorithms=(), budget=0, device=None).as_json()
     if path.is_file():
         old = json.loads(path.read_text(encoding="utf-8"))
         both = old["columns"].keys() & new["columns"].keys()
@@ -275,9 +305,3 @@ def _same_study(plan: ComparisonPlan, path: Path) -> dict[str, Any]:
                 )
         new["columns"] = {**old["columns"], **new["columns"]}
     return new
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,289 +1,414 @@
-"""The convex study: linear regression under light and heavy-tailed noise, all algorithms, tuned alike.
+"""The convex study: linear regression under light and heavy-tailed noise, all algorithms, by the protocol.
 
-Data, model and metric are those of `tasks.synthetic`; the metric is |w - w*|. Every algorithm gets the same number of
-random settings on the tuning seeds (least mean log error, chosen for each horizon by itself), and is reported on other
-seeds. Settings and learning rates are constant, inner state starts again in every round (diloco keeps it), w starts at
-0, and the last iterate is reported. Least squares and Huber's estimate on all data together are the lines to compare
-with: the first is where avg-sgd must end, the second what robust estimation can reach.
+Data, model and metric are those of `tasks.synthetic`; the metric is |w - w*|. Every kind of features and noise is tuned
+and reported at every horizon by itself. Settings and learning rates are constant, inner state starts again in every
+round (diloco keeps it), w starts at 0, and the last iterate is reported. Least squares and Huber's estimate on all data
+together are the lines to compare with: the first is where avg-sgd must end, the second what robust estimation can
+reach.
 
 The headline is run again by `tailopt.simulate`.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tailopt.algorithms import ALGORITHMS
+import torch
+
+from tailopt.algorithms import ALGORITHMS, algorithm
+from tailopt.engines.simulate import simulate
 from tailopt.figures.style import band, look
+from tailopt.optional import missing
 from tailopt.progress import Progress
-from tailopt.studies.convex_cells import (
-    FEATURES,
-    HEADLINE,
-    HEAVY,
-    QUICK,
-    SPACE,
-    CellResult,
-    Check,
-    ConvexCell,
-    ConvexPlan,
-    reference_errors,
-    run_cells,
-    run_checks,
-)
+from tailopt.studies import claims
+from tailopt.studies.comparison import Comparison, ComparisonPlan, TaskSpec, with_options
+from tailopt.studies.comparison_runs import compare
 from tailopt.studies.plots import legend_below, panels, save
-from tailopt.studies.protocol import Claim, claim_lines, decide
-from tailopt.studies.runner import as_json, write_results
+from tailopt.studies.protocol import Claim, Scores, all_hold, claim_lines, decide, difference, exceeds
+from tailopt.studies.runner import RECORD, Grid, digest, run_grid, write_results
+from tailopt.studies.search_spaces import WIDENINGS
 from tailopt.studies.study import StudyOptions
-from tailopt.studies.tables import markdown_table, ranges_lines, with_range
+from tailopt.studies.tables import markdown_table, methods_section, with_range
+from tailopt.tasks.synthetic import Synthetic
 
-SUMMARY = "linear regression under light and heavy-tailed noise, all algorithms, tuned alike; an hour"
-OPTIONS: tuple[str, ...] = ()
+SUMMARY = "linear regression under noise of eight kinds; an hour or two, minutes in the preset small"
+OPTIONS = ("preset", "algorithms", "seeds", "budget")
 
-FIGURE_1 = ("no noise", "Gaussian, scale 1", "Gaussian, scale 3", "Student-t, df 1.5")
-FAMILY = ("avg-biclip", "adam-biclip", "rmsprop-biclip", "adagrad-biclip", "bi2clip")
+FEATURES = {"syntoken": "SynToken", "gaussian": "Gaussian features"}
+NOISES: Mapping[str, Mapping[str, Any]] = {
+    "no noise": {"noise": "none"},
+    "Gaussian, scale 1": {"noise": "gaussian", "scale": 1.0},
+    "Gaussian, scale 3": {"noise": "gaussian", "scale": 3.0},
+    "Student-t, df 3": {"noise": "student-t", "df": 3.0},
+    "Student-t, df 2": {"noise": "student-t", "df": 2.0},
+    "Student-t, df 1.5": {"noise": "student-t", "df": 1.5},
+    "Student-t, df 1.1": {"noise": "student-t", "df": 1.1},
+    "Cauchy": {"noise": "cauchy"},
+}
+HEAVY = "Student-t, df 1.5"
+HORIZONS = (60, 240)
+HEADLINE = ("avg-sgd", "avg-l2clip", "avg-adam", "avg-biclip")
+ADAPTIVE_OVER_SGD = ("adam-sgd", "rmsprop-sgd", "adagrad-sgd")
 REFERENCES = ("least squares", "Huber")
+CHECKED_SEEDS = 1  # of every algorithm of the headline are run again by `tailopt.simulate`
+LEADERS = 6  # of eighteen algorithms: the first third leads, the last third is among the worst
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One kind of features and noise at one horizon: a column of the comparison."""
+
+    features: str
+    noise: str
+    rounds: int
+
+    @property
+    def label(self) -> str:
+        """What tables call it."""
+        return f"{FEATURES[self.features]}, {self.noise}, {self.rounds} rounds"
+
+    def spec(self, **size: Any) -> TaskSpec:
+        """The task and its length; size: samples and dimension, where they are not the task's."""
+        return TaskSpec(self.features, "paper", {**NOISES[self.noise], **size}, {"rounds": self.rounds})
 
 
 @dataclass(frozen=True)
 class ConvexResults:
     """Everything that was measured.
 
-    references: (features, noise) -> the errors of least squares and of Huber's estimate, by fresh seed.
+    Attributes:
+        references: (features, noise) -> the errors of least squares and of Huber's estimate, by seed of the report.
+        checks: algorithm -> the largest relative difference between the errors and those of `tailopt.simulate`.
     """
 
-    plan: ConvexPlan
-    cells: Mapping[ConvexCell, CellResult]
+    comparison: Comparison
+    panels: tuple[Panel, ...]
     references: Mapping[tuple[str, str], Mapping[str, list[float]]]
-    checks: Sequence[Check]
+    checks: Mapping[str, float]
 
-    def errors(self, features: str, noise: str, name: str, horizon: int | None = None) -> list[float]:
-        """The errors of the fresh seeds at a horizon, the longest by default."""
-        return self.cells[ConvexCell(features, noise, name)].at(horizon or max(self.plan.horizons)).errors
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """What was compared."""
+        return self.comparison.plan.algorithms
 
-    def ratios(self, features: str, noise: str, name: str, other: str) -> list[float]:
-        """The error of one algorithm over that of another at the longest horizon, seed by seed."""
-        pairs = zip(self.errors(features, noise, name), self.errors(features, noise, other), strict=True)
-        return [ours / theirs for ours, theirs in pairs]
+    def panel(self, features: str, noise: str, rounds: int) -> Panel | None:
+        """The panel of these, where it was run."""
+        wanted = Panel(features, noise, rounds)
+        return wanted if wanted in self.panels else None
+
+    def scores(self, panel: Panel) -> dict[str, list[float]]:
+        """Minus the logarithm of the error by algorithm and seed."""
+        return self.comparison.scores(panel.label, "error", log=True)
+
+    def curves(self, panel: Panel, name: str) -> list[list[float]]:
+        """The error by round, of the seeds that did not break down."""
+        return [run.values("error") for run in self.comparison.cell(panel.label, name).whole_runs]
 
     def as_json(self) -> dict[str, Any]:
         """As results.json has it."""
         return {
-            "plan": as_json(self.plan),
-            "cells": as_json(list(self.cells.values())),
+            **self.comparison.as_json(),
             "references": {f"{features}, {noise}": dict(e) for (features, noise), e in self.references.items()},
-            "checks": [check.as_json() for check in self.checks],
+            "checks": dict(self.checks),
         }
 
 
 def run(out: Path, options: StudyOptions) -> Path:
-    """Run what is missing in `out`, and write table.md, results.json and the figures there."""
-    plan = QUICK if options.quick else ConvexPlan()
+    """Run what is missing in `out`, and write table.md, results.json and the figures there.
+
+    The preset "small" is SynToken under Student-t noise with df 1.5 at 60 rounds.
+    """
+    with one_thread():
+        return _run(out, options)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: steps of this size take longer on two, and reported runs twice as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _run(out: Path, options: StudyOptions) -> Path:
+    plan, found = convex_plan(options)
+    comparison = compare(plan, out, options.progress)
     with Progress(options.progress) as bar:
-        cells = run_cells(plan, out, bar)
-        checks = run_checks(plan, cells, out, bar)
-    references = {(f, n): reference_errors(plan, f, n) for f in plan.features for n in plan.noises}
-    results = ConvexResults(plan, cells, references, checks)
-    claims = None if options.quick else list(evaluate_claims(results))
-    write_results(out, {**results.as_json(), "claims": claims or []}, report(results, claims), indent=None)
+        checks = run_checks(comparison, found, out, bar)
+    kinds = dict.fromkeys((panel.features, panel.noise) for panel in found)
+    references = {kind: reference_errors(plan, found, *kind) for kind in kinds}
+    results = ConvexResults(comparison, found, references, checks)
+    judged = None if options.quick else list(evaluate_claims(results))
+    text = report(results, judged)
+    write_results(out, {**results.as_json(), "claims": judged or []}, text, options.command, indent=None)
     draw(results, out)
     return out
 
 
-# --- Claims: by medians over the fresh seeds at the longest horizon ---------------------------------------------------
+def convex_plan(options: StudyOptions) -> tuple[ComparisonPlan, tuple[Panel, ...]]:
+    """What is run, and the panels that are its columns."""
+    size: dict[str, Any] = {}
+    if options.quick:
+        found = tuple(Panel("syntoken", noise, rounds) for noise in ("no noise", HEAVY) for rounds in (5, 10))
+        size = {"samples": 400, "dimension": 20}
+    elif options.small:
+        found = (Panel("syntoken", HEAVY, HORIZONS[0]),)
+    else:
+        found = tuple(Panel(f, n, h) for f in FEATURES for h in HORIZONS for n in NOISES)
+    plan = ComparisonPlan(
+        {panel.label: panel.spec(**size) for panel in found},
+        tuple(HEADLINE if options.quick else ALGORITHMS),
+        space="regression",
+        budget=4 if options.quick else 128,
+        widenings=0 if options.quick else WIDENINGS,
+        seeds=(0, 1, 2) if options.quick else tuple(range(10)),
+    )
+    asked = StudyOptions(algorithms=options.algorithms, seeds=options.seeds, budget=options.budget)
+    return with_options(plan, asked), found
 
 
-@dataclass(frozen=True)
-class _Panel:
-    """The median errors of one kind of features and noise."""
+# --- What the errors are compared with --------------------------------------------------------------------------------
 
-    medians: Mapping[str, float]
 
-    @classmethod
-    def of(cls, results: ConvexResults, noise: str = HEAVY, features: str = "syntoken") -> _Panel:
-        names = [c.algorithm for c in results.cells if (c.features, c.noise) == (features, noise)]
-        return cls({name: statistics.median(results.errors(features, noise, name)) for name in names})
+def run_checks(comparison: Comparison, found: Sequence[Panel], out: Path, bar: Progress) -> dict[str, float]:
+    """The headline under heavy-tailed noise at the longest horizon, again by `tailopt.simulate`."""
+    panel = max((p for p in found if (p.features, p.noise) == ("syntoken", HEAVY)), key=lambda p: p.rounds)
+    names = [name for name in HEADLINE if name in comparison.plan.algorithms]
+    plan = digest({"columns": asdict(comparison.plan.columns[panel.label]), "seeds": comparison.plan.seeds})
+    grid = Grid[str, float](
+        cells=names,
+        key=lambda name: {"check": name, "plan": plan, "settings": comparison.cell(panel.label, name).settings},
+        measure=lambda name, tick: _check(comparison, panel, name),
+        label=lambda name: f"by tailopt.simulate: {name}",
+    )
+    return run_grid(grid, out / RECORD, bar)
 
-    def has(self, names: Sequence[str]) -> bool:
-        return self.medians.keys() >= set(names)
 
-    def ranked(self) -> list[str]:
-        return sorted(self.medians, key=lambda name: self.medians[name])
+def _check(comparison: Comparison, panel: Panel, name: str) -> float:
+    """The largest difference between the reported errors and those of `tailopt.simulate`, relative to these."""
+    cell, plan = comparison.cell(panel.label, name), comparison.plan
+    task, differences = _synthetic(plan, panel), []
+    defaults = task.defaults
+    reports = zip(plan.seeds, comparison.values(panel.label, name, "error"), strict=True)
+    for seed, reported in itertools.islice(reports, CHECKED_SEEDS):
+        result = simulate(
+            task.model(seed),
+            algorithm(name, **cell.settings),
+            loss=task.loss,
+            data=task.nodes(seed, defaults.nodes),
+            batch_size=defaults.batch_size,
+            rounds=panel.rounds,
+            local_steps=defaults.local_steps,
+            seed=seed,
+            evaluate=lambda model, seed=seed: task.evaluate(model, seed),  # type: ignore[misc]
+            evaluate_every=panel.rounds,
+            progress=False,
+        )
+        again = float(result.history[-1]["metrics"]["error"])
+        differences.append(abs(again - reported) / again)
+    return max(differences)
 
-    def text(self, names: Sequence[str]) -> str:
-        return ", ".join(f"{name} {self.medians[name]:.3g}" for name in names)
+
+def reference_errors(plan: ComparisonPlan, found: Sequence[Panel], features: str, noise: str) -> dict[str, list[float]]:
+    """The errors of least squares and of Huber's estimate on all data, by seed of the report."""
+    try:
+        from sklearn.linear_model import HuberRegressor
+    except ImportError:
+        raise missing("Huber's estimate needs scikit-learn", "scikit-learn", "studies") from None
+    task = _synthetic(plan, next(p for p in found if (p.features, p.noise) == (features, noise)))
+    squares, huber = [], []
+    for seed in plan.seeds:
+        problem = task.problem(seed)
+        x, y = problem.x.double(), problem.y.double()
+        w = torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
+        squares.append(problem.error(w))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # without noise there is nothing to estimate a scale from
+            fitted = HuberRegressor(fit_intercept=False, alpha=0.0, max_iter=500).fit(x.numpy(), y.numpy())
+        huber.append(problem.error(torch.from_numpy(fitted.coef_)))
+    return {"least squares": squares, "Huber": huber}
+
+
+def _synthetic(plan: ComparisonPlan, panel: Panel) -> Synthetic:
+    task = plan.columns[panel.label].build()
+    assert isinstance(task, Synthetic)
+    return task
+
+
+# --- Claims -----------------------------------------------------------------------------------------------------------
 
 
 def evaluate_claims(results: ConvexResults) -> Iterator[Claim]:
-    """The paper's claims that these cells can decide."""
-    heavy = _Panel.of(results)
-    if all(_Panel.of(results, noise).has(HEADLINE) for noise in FIGURE_1):
-        yield _claim_1(_Panel.of(results, "no noise"), heavy)
-    if heavy.has(HEADLINE):
-        yield _claim_2(results, heavy)
-    yield from _claim_3(results)
-    for number, features, text, clean_lead, noisy_lead in (
-        (
-            4,
-            "gaussian",
-            "On Gaussian features avg-adam, avg-sgd and rmsprop-biclip lead without noise; with noise rmsprop- and "
-            "adam-biclip lead, and avg-sgd is among the worst.",
-            ("avg-adam", "avg-sgd", "rmsprop-biclip"),
-            ("rmsprop-biclip", "adam-biclip"),
-        ),
-        (
-            5,
-            "syntoken",
-            "On SynToken avg-sgd is fastest without noise and avg-adam ends better; with noise adam- and "
-            "rmsprop-biclip are best.",
-            ("avg-adam", "avg-sgd"),
-            ("adam-biclip", "rmsprop-biclip"),
-        ),
-    ):
-        clean, noisy = (_Panel.of(results, noise, features) for noise in ("no noise", HEAVY))
-        if clean.has(tuple(ALGORITHMS)) and noisy.has(tuple(ALGORITHMS)):
-            holds, figures = _leaders(clean, noisy, clean_lead, noisy_lead)
-            yield decide(number, text, holds, figures)
-    adaptive = ("adam-sgd", "rmsprop-sgd", "adagrad-sgd")
-    if heavy.has((*adaptive, *HEADLINE)):
-        poor = all(heavy.medians[name] > 1.5 * heavy.medians[inner] for name in adaptive for inner in HEADLINE[1:])
-        text = "Under noise an adaptive outer optimizer over SGD is poor: the inner one decides."
-        yield decide(6, text, poor, heavy.text((*adaptive, *HEADLINE)))
+    """The paper's claims that these panels can decide, at every horizon by itself: the paper names none."""
+    for rounds in dict.fromkeys(panel.rounds for panel in results.panels):
+        scores = {(p.features, p.noise): results.scores(p) for p in results.panels if p.rounds == rounds}
+        for number, holds, figures in _claims_at(results, rounds, scores):
+            yield decide(number, f"{claims.TEXTS[number]} ({rounds} rounds)", holds, figures)
 
 
-def _claim_1(clean: _Panel, heavy: _Panel) -> Claim:
-    errors = [clean.medians[name] for name in HEADLINE]
-    helped = all(heavy.medians[name] < heavy.medians["avg-sgd"] / 1.5 for name in HEADLINE[1:])
-    return decide(
-        1,
-        "Without noise avg-sgd does well; with heavier tails it deteriorates, clipping and adaptivity help.",
-        helped and (errors[0] <= 2 * min(errors) or errors[0] < 1e-3),
-        f"no noise: {clean.text(HEADLINE)}; {HEAVY}: {heavy.text(HEADLINE)}",
+def _claims_at(
+    results: ConvexResults, rounds: int, scores: Mapping[tuple[str, str], Scores]
+) -> Iterator[tuple[int, bool | None, str]]:
+    """Number, verdict and figures of the claims at one horizon."""
+    clean, heavy = scores.get(("syntoken", "no noise")), scores.get(("syntoken", HEAVY), {})
+    has_headline = set(HEADLINE) <= heavy.keys()
+    if clean and has_headline and set(HEADLINE) <= clean.keys():
+        well = _does_well(results, clean, rounds)
+        helped = all_hold(exceeds(heavy[n], heavy["avg-sgd"], math.log(1.5), 3) for n in HEADLINE[1:])
+        figures = f"no noise: {_errors_text(clean, HEADLINE)}; {HEAVY}: {_errors_text(heavy, HEADLINE)}"
+        yield 1, all_hold((well, helped)), figures
+    if has_headline:
+        margins = claims.margins_text(heavy, [("avg-biclip", other) for other in HEADLINE[:3]], ratio=True)
+        yield 2, claims.beats_all(heavy, "avg-biclip", HEADLINE[:3]), f"{HEAVY}: {margins}"
+    verdict = claims.coordinates_beat_norms(list(scores.values()))
+    if verdict is not None or any("avg-l2clip" in panel for panel in scores.values()):
+        yield 3, verdict, _lost_text(scores)
+    gaussian = scores.get(("gaussian", "no noise")), scores.get(("gaussian", HEAVY))
+    if all(panel and panel.keys() >= set(ALGORITHMS) for panel in gaussian):
+        yield 4, *_claim_4(*gaussian)  # type: ignore[arg-type]
+    if clean and clean.keys() >= set(ALGORITHMS) and heavy.keys() >= set(ALGORITHMS):
+        yield 5, *_claim_5(results, rounds, clean, heavy)
+    if has_headline and set(ADAPTIVE_OVER_SGD) <= heavy.keys():
+        pairs = [(inner, outer) for inner in HEADLINE[1:] for outer in ADAPTIVE_OVER_SGD]
+        poor = all_hold(exceeds(heavy[inner], heavy[outer], math.log(1.5), len(pairs)) for inner, outer in pairs)
+        yield 6, poor, f"{HEAVY}: {_errors_text(heavy, (*ADAPTIVE_OVER_SGD, *HEADLINE))}"
+
+
+def _does_well(results: ConvexResults, clean: Scores, rounds: int) -> bool | None:
+    """Whether avg-sgd ends below 1 % of the error at the start, or within twice the best of the headline."""
+    panel = results.panel("syntoken", "no noise", rounds)
+    assert panel is not None
+    task = _synthetic(results.comparison.plan, panel)
+    cut = [-math.log(0.01 * float(task.problem(s).truth.norm())) for s in results.comparison.plan.seeds]
+    best = max(HEADLINE, key=lambda name: statistics.fmean(clean[name]))
+    parts = exceeds(clean["avg-sgd"], cut), exceeds(clean["avg-sgd"], clean[best], -math.log(2))
+    return True if True in parts else False if parts == (False, False) else None
+
+
+def _claim_4(clean: Scores, heavy: Scores) -> tuple[bool | None, str]:
+    parts = [claims.leads(clean, name, LEADERS) for name in ("avg-adam", "avg-sgd", "rmsprop-biclip")]
+    parts += [claims.leads(heavy, name, LEADERS) for name in ("rmsprop-biclip", "adam-biclip")]
+    parts.append(claims.trails(heavy, "avg-sgd", LEADERS))
+    return all_hold(parts), _ranks_text(clean, heavy)
+
+
+def _claim_5(results: ConvexResults, rounds: int, clean: Scores, heavy: Scores) -> tuple[bool | None, str]:
+    panel = results.panel("syntoken", "no noise", rounds)
+    assert panel is not None
+    early = max(1, rounds // 6)
+    at_first = {name: [-math.log(curve[early - 1]) for curve in results.curves(panel, name)] for name in ALGORITHMS}
+    at_first = {name: found for name, found in at_first.items() if len(found) == len(clean["avg-sgd"])}
+    parts = [
+        claims.leads(at_first, "avg-sgd", LEADERS) if "avg-sgd" in at_first else False,
+        exceeds(clean["avg-adam"], clean["avg-sgd"]),
+        claims.leads(heavy, "adam-biclip", LEADERS),
+        claims.leads(heavy, "rmsprop-biclip", LEADERS),
+    ]
+    return all_hold(parts), f"after {early} rounds: {_errors_text(at_first, _ranked(at_first)[:5])}; " + _ranks_text(
+        clean, heavy
     )
 
 
-def _claim_2(results: ConvexResults, heavy: _Panel) -> Claim:
-    better = all(
-        statistics.median(results.ratios("syntoken", HEAVY, "avg-biclip", other)) < 1 for other in HEADLINE[:3]
-    )
-    text = "BiClip as inner optimizer beats Adam, L2Clip and SGD under heavy-tailed noise."
-    return decide(2, text, better, heavy.text(HEADLINE))
-
-
-def _claim_3(results: ConvexResults) -> Iterator[Claim]:
-    """Every panel that has both kinds of clipping counts; within 2 % neither is above."""
-    lost, count = [], 0
-    for features in results.plan.features:
-        for noise in results.plan.noises:
-            panel = _Panel.of(results, noise, features)
-            if not panel.has(("avg-biclip", "avg-biclip-l2", "avg-l2clip")):
+def _lost_text(scores: Mapping[tuple[str, str], Scores]) -> str:
+    """In how many comparisons of BiClip with L2 clipping it is ahead, and in which surely not."""
+    compared, ahead, lost = 0, 0, []
+    for (features, noise), panel in scores.items():
+        for ours, theirs in claims.CLIPPING_PAIRS:
+            if not {ours, theirs} <= panel.keys():
                 continue
-            count += 1
-            by_norm = min(panel.medians["avg-l2clip"], panel.medians["avg-biclip-l2"])
-            if panel.medians["avg-biclip"] > 1.02 * by_norm:
-                lost.append(f"{FEATURES[features]}, {noise} ({panel.text(('avg-biclip', 'avg-l2clip'))})")
-    if count:
-        figures = f"{count - len(lost)} of {count} panels" + (f"; not in {'; '.join(lost)}" if lost else "")
-        yield decide(3, "Coordinate-wise BiClip is always above L2 clipping.", not lost, figures)
+            compared += 1
+            found = difference(panel[ours], panel[theirs])
+            ahead += found is not None and found.mean > 0
+            if found is not None and found.high < 0:
+                text = claims.margins_text(panel, [(ours, theirs)], ratio=True)
+                lost.append(f"{FEATURES[features]}, {noise} ({text})")
+    return f"ahead in {ahead} of {compared} comparisons" + (f"; surely behind in {'; '.join(lost)}" if lost else "")
 
 
-def _leaders(clean: _Panel, noisy: _Panel, clean_lead: Sequence[str], noisy_lead: Sequence[str]) -> tuple[bool, str]:
-    """Whether some lead without noise, others with noise by at most 10 %, and avg-sgd is then among the worst."""
-    order, quiet = noisy.ranked(), clean.ranked()
-    near = all(noisy.medians[name] <= 1.1 * noisy.medians[order[0]] for name in noisy_lead)
-    holds = near and "avg-sgd" in order[-6:] and all(clean.medians[name] < 1e-2 for name in clean_lead)
-    figures = (
-        f"no noise, first five: {clean.text(quiet[:5])}; {HEAVY}, first five: {noisy.text(order[:5])}; "
-        f"avg-sgd is {order.index('avg-sgd') + 1}. of {len(order)}"
+def _ranked(scores: Scores) -> list[str]:
+    return sorted(scores, key=lambda name: -statistics.fmean(scores[name]))
+
+
+def _ranks_text(clean: Scores, heavy: Scores) -> str:
+    order, quiet = _ranked(heavy), _ranked(clean)
+    return (
+        f"no noise, first six: {_errors_text(clean, quiet[:LEADERS])}; {HEAVY}, first six: "
+        f"{_errors_text(heavy, order[:LEADERS])}; avg-sgd is {order.index('avg-sgd') + 1}. of {len(order)}"
     )
-    return holds, figures
+
+
+def _errors_text(scores: Scores, names: Sequence[str]) -> str:
+    """Median errors."""
+    return ", ".join(f"{name} {math.exp(-statistics.median(scores[name])):.3g}" for name in names)
 
 
 # --- The page and the figures -----------------------------------------------------------------------------------------
 
 
-def report(results: ConvexResults, claims: Sequence[Claim] | None) -> str:
+def report(results: ConvexResults, judged: Sequence[Claim] | None) -> str:
     """The study as a page: tables by data and horizon, how it was run, and the claims."""
-    plan = results.plan
-    lines = ["# The convex study", "", "Distance to the true weights: median of the fresh seeds [least, most].", ""]
-    for features in plan.features:
-        for horizon in plan.horizons:
-            lines += [f"## {FEATURES[features]}, {horizon} rounds", "", *_errors_table(results, features, horizon), ""]
+    lines = ["# The convex study", "", "Distance to the true weights: median of the seeds [least, most].", ""]
+    for features, rounds in dict.fromkeys((panel.features, panel.rounds) for panel in results.panels):
+        lines += [f"## {FEATURES[features]}, {rounds} rounds", "", *_errors_table(results, features, rounds), ""]
     if results.checks:
-        lines += _ratios_section(results)
-    lines += [*_methods_section(plan), "## Claims", "", *claim_lines(claims)]
-    return "\n".join(lines) + "\n"
+        difference_ = max(results.checks.values())
+        names = ", ".join(results.checks)
+        lines += [f"Run again by `tailopt.simulate` ({names}): errors differ by at most {difference_:.1e} of them.", ""]
+    task = _synthetic(results.comparison.plan, results.panels[0])
+    differences = [
+        f"{task.samples} samples of dimension {task.dimension}, dealt out to {task.defaults.nodes} nodes at random; "
+        f"noise drawn once, before the split; batch {task.defaults.batch_size}, {task.defaults.local_steps} local "
+        "steps per round, all nodes in every round. Loss: half the mean squared error. w starts at 0; the last iterate "
+        "is reported, without averaging. Learning rates and thresholds are constant. Inner state is new in every "
+        "round, but for diloco, which keeps it; adam2 sends the outer second moment to the nodes; outer Adam is "
+        "without bias correction.",
+    ]
+    lines += methods_section(results.comparison, differences)
+    return "\n".join([*lines, "## Claims", "", *claim_lines(judged)]) + "\n"
 
 
-def _errors_table(results: ConvexResults, features: str, horizon: int) -> list[str]:
-    plan = results.plan
-    rows = {name: [results.errors(features, n, name, horizon) for n in plan.noises] for name in plan.algorithms}
+def _errors_table(results: ConvexResults, features: str, rounds: int) -> list[str]:
+    found = [p for p in results.panels if (p.features, p.rounds) == (features, rounds)]
+    rows = {
+        name: [results.comparison.values(panel.label, name, "error") for panel in found] for name in results.algorithms
+    }
     for name in REFERENCES:
-        rows[f"*{name}, all data*"] = [results.references[features, noise][name] for noise in plan.noises]
+        rows[f"*{name}, all data*"] = [results.references[features, panel.noise][name] for panel in found]
     texts = [[name, *(with_range(errors, limits="[{}, {}]") for errors in ends)] for name, ends in rows.items()]
-    return markdown_table(["algorithm", *plan.noises], texts)
-
-
-def _ratios_section(results: ConvexResults) -> list[str]:
-    rows = []
-    for name in (name for name in FAMILY if name in results.plan.algorithms):
-        for other in ("avg-adam", "avg-l2clip", "avg-sgd"):
-            ratios = results.ratios("syntoken", HEAVY, name, other)
-            rows.append([name, other, *(f"{r:.3f}" for r in (statistics.median(ratios), min(ratios), max(ratios)))])
-    difference = max(check.difference for check in results.checks)
-    names = ", ".join(check.algorithm for check in results.checks)
-    return [
-        f"## Under {HEAVY}, {max(results.plan.horizons)} rounds, seed by seed",
-        "",
-        *markdown_table(["error of", "over that of", "median ratio", "least", "most"], rows),
-        "",
-        f"Run again by `tailopt.simulate` ({names}): errors differ by at most {difference:.1e} of themselves.",
-        "",
-    ]
-
-
-def _methods_section(plan: ConvexPlan) -> list[str]:
-    return [
-        "## How",
-        "",
-        f"{plan.samples} samples of dimension {plan.dimension}, dealt out to {plan.nodes} nodes at random; "
-        f"noise drawn once, before the split; batch {plan.batch_size}, {plan.local_steps} local steps per round, "
-        "all nodes in every round. Loss: half the mean squared error. w starts at 0; the last iterate is reported, "
-        "without averaging. Learning rates and thresholds are constant. Inner state is new in every round, but "
-        "for diloco, which keeps it; adam2 sends the outer second moment to the nodes; outer Adam is without bias "
-        "correction.",
-        "",
-        f"Every algorithm was tuned by {plan.budget} random settings, for each horizon by itself, on seeds "
-        f"{', '.join(map(str, plan.tuning))} (least mean logarithm of the error), and is reported on seeds "
-        f"{plan.fresh[0]} to {plan.fresh[-1]}. The ranges, searched in the logarithm:",
-        "",
-        *ranges_lines(SPACE),
-        "",
-        "move = learning rate * upper threshold; share = lower / upper threshold.",
-        "",
-    ]
+    return markdown_table(["algorithm", *(panel.noise for panel in found)], texts)
 
 
 def draw(results: ConvexResults, out: Path) -> None:
-    """The error by round: one figure for each kind of features."""
-    plan, horizon = results.plan, max(results.plan.horizons)
-    for features in plan.features:
-        figure, axes = panels(len(plan.noises), width=3.1, height=2.9, extra=0.9)
-        for axis, noise in zip(axes, plan.noises, strict=True):
-            for name in plan.algorithms:
-                curves = results.cells[ConvexCell(features, noise, name)].at(horizon).curves
-                band(axis, range(1, horizon + 1), curves, **look(name))
+    """The error by round at the longest horizon: one figure for each kind of features."""
+    rounds = max(panel.rounds for panel in results.panels)
+    for features in dict.fromkeys(panel.features for panel in results.panels):
+        found = [p for p in results.panels if (p.features, p.rounds) == (features, rounds)]
+        figure, axes = panels(len(found), width=3.1, height=2.9, extra=0.9, least_width=8.0)
+        for axis, panel in zip(axes, found, strict=True):
+            for name in results.algorithms:
+                curves = results.curves(panel, name)
+                if curves:
+                    band(axis, range(1, rounds + 1), curves, **look(name))
             for name, dashes in zip(REFERENCES, ((0, (4, 3)), (0, (1, 3))), strict=True):
-                if noise != "no noise":
-                    median = statistics.median(results.references[features, noise][name])
+                if panel.noise != "no noise":
+                    median = statistics.median(results.references[features, panel.noise][name])
                     axis.axhline(median, color="black", linestyle=dashes, linewidth=0.9)
-            axis.set(title=noise, xlabel="round", yscale="log")
+            axis.set(title=panel.noise, xlabel="round", yscale="log")
             axis.grid(alpha=0.25, which="both", linewidth=0.5)
         axes[0].set_ylabel("distance to the true weights")
         legend_below(figure, axes[0], 6)
-        text = f"{FEATURES[features]}, {plan.nodes} nodes: median and quartiles of {len(plan.fresh)} seeds"
-        figure.suptitle(text + "; black: least squares (dashed) and Huber (dotted) on all data", fontsize=10)
+        seeds = len(results.comparison.plan.seeds)
+        text = f"{FEATURES[features]}, {rounds} rounds: median and quartiles of {seeds} seeds"
+        figure.suptitle(text + "\nblack: least squares (dashed) and Huber (dotted) on all data", fontsize=10)
         save(figure, out / f"{features}.png")

@@ -109,13 +109,22 @@ def run(out: Path, options: StudyOptions) -> Path:
     if options.seeds:
         plan = replace(plan, seeds=tuple(range(options.seeds)))
     corpus = ByteCorpus.of(text(options.data), plan.nodes, plan.context, torch.device(resolve_device(options.device)))
-    return run_plan(out, plan, corpus, progress=options.progress, verdicts=not options.quick)
+    verdicts = not options.quick
+    return run_plan(out, plan, corpus, progress=options.progress, verdicts=verdicts, command=options.command)
 
 
-def run_plan(out: Path, plan: DropsPlan, corpus: ByteCorpus, *, progress: bool = False, verdicts: bool = True) -> Path:
+def run_plan(
+    out: Path,
+    plan: DropsPlan,
+    corpus: ByteCorpus,
+    *,
+    progress: bool = False,
+    verdicts: bool = True,
+    command: str = "",
+) -> Path:
     """The study by any plan, on any text; without `verdicts` nothing is compared with what DiLoCo's authors report."""
     results = summarise(plan, corpus, run_cells(out, plan, corpus, progress), verdicts)
-    write_results(out, results.as_json(), report(results))
+    write_results(out, results.as_json(), report(results), command)
     figure(results, out / "drops.png")
     return out
 

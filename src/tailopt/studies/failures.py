@@ -46,7 +46,7 @@ def run(out: Path, options: StudyOptions) -> Path:
     """Run what is not in `out` yet, and write table.md, results.json and failures.png there."""
     plan = QUICK if options.quick else FULL
     results = summarise(plan, run_cells(plan, out, options.progress), verdicts=not options.quick)
-    write_results(out, results.as_json(), report(results))
+    write_results(out, results.as_json(), report(results), options.command)
     figure(results, out / "failures.png")
     return out
 

@@ -89,7 +89,7 @@ def run(out: Path, options: StudyOptions) -> Path:
     results = summarise(plan, values)
     claims = None if options.quick else [evaluate_claim(results)]
     written = {**results.as_json(), "claim": claims[0] if claims else None}
-    write_results(out, written, report(results, label, claims))
+    write_results(out, written, report(results, label, claims), options.command)
     draw(values, label, out / "gradients.png")
     return out
 
@@ -107,7 +107,7 @@ class Followed:
 
 def follow(plan: GradientsPlan, name: str, device: str, tick: Callable[[int], None]) -> Followed:
     """The sampled coordinates of one simulation."""
-    problem = plan.column.build("validation")
+    problem = plan.column.build()
     model = problem.model(plan.seed).to(device)
     sampled = sample(model, plan.coordinates)
     gradients: dict[str, list[Tensor]] = {key: [] for key in sampled}

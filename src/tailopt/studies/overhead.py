@@ -36,7 +36,6 @@ from tailopt.studies.runner import RECORD, Grid, older_file, run_grid, write_res
 from tailopt.studies.search_spaces import SPACES
 from tailopt.studies.study import StudyOptions
 from tailopt.studies.tables import markdown_table
-from tailopt.sweeps.search import draw_point
 from tailopt.sweeps.space import settings_at
 
 SUMMARY = "memory, traffic and time of all algorithms, measured and by formula; minutes"
@@ -117,8 +116,9 @@ def run(out: Path, options: StudyOptions) -> Path:
         results = run_grid(grid, out / RECORD, bar)
     rows = [OverheadRow(name, result, formula(name)) for name, result in results.items()]
     claims = None if options.quick else [evaluate_claim(rows)]
-    written = {"parameters": parameters, "nodes": NODES, "rows": [row.as_json() for row in rows]}
-    write_results(out, {**written, "claim": claims[0] if claims else None}, report(rows, parameters, claims))
+    written: dict[str, Any] = {"parameters": parameters, "nodes": NODES, "rows": [row.as_json() for row in rows]}
+    written["claim"] = claims[0] if claims else None
+    write_results(out, written, report(rows, parameters, claims), options.command)
     draw(rows, out / "overhead.png")
     return out
 
@@ -165,7 +165,9 @@ def measured(name: str, parameters: int) -> Measured:
 def _node(name: str, parameters: int, node: int, port: int, queue: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=node, world_size=NODES)
-    method = algorithm(name, **settings_at(draw_point(SPACES["fine-tuning"].ranges(name), 0, 0)))
+    method = algorithm(
+        name, **settings_at({key: interval.at(0.5) for key, interval in SPACES["fine-tuning"].ranges(name).items()})
+    )
     torch.manual_seed(0)
     tiny = torch.nn.Linear(10, 10)  # loads what is loaded once, and lets gloo allocate its buffers
     warm = NestedOptimizer.from_algorithm(tiny, method, local_steps=1)

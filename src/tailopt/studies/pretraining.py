@@ -4,12 +4,13 @@
 
 Data-parallel training is one AdamW on the mean gradient of the batches that the nodes take in the same local step; it
 exchanges after every step, the others after every round. Steps and tokens are the same for any number of nodes: what a
-step takes is dealt out among them. Every algorithm is tuned with the same number of random settings on held-out blocks,
-with `TUNED_AT` nodes, and reported with those settings for every number of nodes. Learning rates are constant.
+step takes is dealt out among them. Every algorithm is tuned with the same number of points on held-out blocks, with
+`TUNED_AT` nodes, and reported with those settings for every number of nodes. Learning rates are constant.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tailopt.algorithms import ALGORITHMS, algorithm
+from tailopt.algorithms import algorithm
 from tailopt.engines.batches import to_device
 from tailopt.engines.simulate import simulate
 from tailopt.figures.style import LineStyle, look, pyplot
@@ -30,19 +31,20 @@ from tailopt.splits.loaders import node_data
 from tailopt.studies.comparison import algorithm_names
 from tailopt.studies.comparison_runs import seconds_of_a_step
 from tailopt.studies.plots import legend_below, save
-from tailopt.studies.protocol import UNJUDGED, one_sided_draws, tune
+from tailopt.studies.protocol import UNJUDGED
 from tailopt.studies.runner import RECORD, Grid, as_json, digest, run_grid, write_results
-from tailopt.studies.search_spaces import SPACES
+from tailopt.studies.search_spaces import DATA_PARALLEL, SPACES, rules_of, search
 from tailopt.studies.study import StudyOptions, resolve_device
 from tailopt.studies.tables import markdown_table, mean_and_deviation, settings_text
-from tailopt.sweeps.search import Range
+from tailopt.sweeps.points import sweep_points
+from tailopt.sweeps.space import Space
 from tailopt.tasks.language import Language
 from tailopt.tasks.table import task
 
 SUMMARY = "DiLoCo and others against data-parallel training; ten minutes in the preset small"
 OPTIONS = ("preset", "tokenizer", "data", "algorithms", "seeds", "budget", "device")
 
-REFERENCE = "data-parallel"
+REFERENCE = DATA_PARALLEL
 NESTED = ("diloco", "adam2", "rmsprop-biclip", "bi2clip")
 TUNED_AT = 4
 SPACE = SPACES["pretraining"]
@@ -56,7 +58,7 @@ class PretrainingPlan:
         preset, data, tokenizer: of the task `pretraining`; an empty tokenizer is the preset's.
         counts: numbers of nodes.
         blocks: blocks of tokens per step, of all nodes together.
-        budget: random settings tried for each algorithm.
+        budget: points tried for each algorithm.
         rounds, local_steps: 0 is the task's.
         device: None is a GPU where there is one.
     """
@@ -101,7 +103,9 @@ class PretrainingPlan:
             if self.blocks % nodes:
                 raise ValueError(f"Invalid blocks: got {self.blocks}; need a multiple of {nodes}, the number of nodes.")
         for name in self.algorithms:
-            ranges(name)
+            outer, inner = rules_of(name)
+            if outer not in SPACE.outer or inner not in SPACE.inner:
+                raise ValueError(f"Invalid algorithms: got {name!r}; need some of {', '.join(NESTED)}, with commas.")
 
 
 SMALL = PretrainingPlan("small", blocks=16, budget=5, seeds=(0, 1))
@@ -120,19 +124,21 @@ def run(out: Path, options: StudyOptions) -> Path:
     plan = replace(plan, budget=options.budget or plan.budget, seeds=seeds)
     if options.quick:
         plan = replace(plan, budget=1, seeds=(0,), counts=(2, 4), rounds=2, local_steps=2)
-    return run_plan(out, plan, progress=options.progress, verdicts=not options.quick)
+    return run_plan(out, plan, progress=options.progress, verdicts=not options.quick, command=options.command)
 
 
-def run_plan(out: Path, plan: PretrainingPlan, *, progress: bool = True, verdicts: bool = True) -> Path:
+def run_plan(
+    out: Path, plan: PretrainingPlan, *, progress: bool = True, verdicts: bool = True, command: str = ""
+) -> Path:
     """Run a plan; without `verdicts` the table ranks nothing."""
     plan.check()
     if progress:
         print(cost(plan), file=sys.stderr, flush=True)
     with Progress(progress) as bar:
-        settings = tuned_settings(plan, out / "trials" / plan.key(), bar)
+        settings = tuned_settings(plan, out, bar)
         curves = run_cells(plan, settings, out, bar)
     results = summarise(plan, settings, curves)
-    write_results(out, results.as_json(), report(results, verdicts=verdicts))
+    write_results(out, results.as_json(), report(results, verdicts=verdicts), command)
     figure(results, out / "pretraining.png")
     return out
 
@@ -213,16 +219,6 @@ def _finite(loss: float) -> float:
 # --- All runs ---------------------------------------------------------------------------------------------------------
 
 
-def ranges(name: str) -> dict[str, Range]:
-    """Where the settings of an algorithm are searched."""
-    if name == REFERENCE:
-        return dict(SPACE.inner["adamw"])
-    outer, inner = ALGORITHMS[name]
-    if outer not in SPACE.outer or inner not in SPACE.inner:
-        raise ValueError(f"Invalid algorithms: got {name!r}; need some of {', '.join(NESTED)}, with commas.")
-    return SPACE.ranges(name)
-
-
 def cost(plan: PretrainingPlan) -> str:
     """What a study will cost: one step of every size is timed, nothing else is run."""
     rounds, steps = plan.length()
@@ -243,19 +239,38 @@ def _seconds(plan: PretrainingPlan, blocks: int) -> float:
     return seconds_of_a_step(problem, problem.nodes(0, 1)[0][:blocks], 0, torch.device(resolve_device(plan.device)))
 
 
-def tuned_settings(plan: PretrainingPlan, folder: Path, bar: Progress) -> dict[str, dict[str, float]]:
+@dataclass(frozen=True)
+class PretrainingTrial:
+    """One point of the search. settings: as JSON, which has an order of its own."""
+
+    algorithm: str
+    settings: str
+
+
+def tuned_settings(plan: PretrainingPlan, out: Path, bar: Progress) -> dict[str, dict[str, float]]:
     """The best settings of the reference and of every algorithm."""
-    chosen, total = {}, plan.budget * len(plan.names())
-    for number, name in enumerate(plan.names()):
-        cell = PretrainingCell(name, TUNED_AT, plan.tuning_seed)
+    chosen: dict[str, dict[str, float]] = {}
 
-        def last_loss(settings: Mapping[str, float], cell: PretrainingCell = cell) -> float:
-            return trained(plan, cell, settings, "held-out")[-1]
+    def best(name: str, space: Space) -> dict[str, float] | None:
+        points = sweep_points(name, space.ranges_of(*rules_of(name)), plan.budget).settings
+        grid = Grid[PretrainingTrial, float](
+            cells=[PretrainingTrial(name, json.dumps(point, sort_keys=True)) for point in points],
+            key=lambda trial: {"tuning": asdict(trial), "plan": plan.key()},
+            measure=lambda trial, tick: _held_out_loss(plan, trial),
+            label=lambda trial: f"{trial.algorithm}, tuning",
+        )
+        losses = run_grid(grid, out / RECORD, bar)
+        first = min(losses, key=lambda trial: losses[trial])
+        chosen[name] = json.loads(first.settings)
+        return chosen[name] if math.isfinite(losses[first]) else None
 
-        bar.update(number * plan.budget, total, f"{name}, tuning")
-        tuned = tune(last_loss, ranges(name), plan.budget, value="loss", record=folder / f"{name}.jsonl")
-        chosen[name] = dict(sorted(tuned.settings.items()))  # a record has its own order of names
+    search(SPACE, plan.names(), best)
     return chosen
+
+
+def _held_out_loss(plan: PretrainingPlan, trial: PretrainingTrial) -> float:
+    cell = PretrainingCell(trial.algorithm, TUNED_AT, plan.tuning_seed)
+    return trained(plan, cell, json.loads(trial.settings), "held-out")[-1]
 
 
 def run_cells(
@@ -366,7 +381,6 @@ def report(results: PretrainingResults, verdicts: bool = True) -> str:
         f"step dealt to the nodes: {tokens:,} in all, preset {plan.preset}.",
         f"- Tuned with {plan.budget} random settings each, {TUNED_AT} nodes, seed {plan.tuning_seed}, on blocks "
         "held out of train; constant learning rates.",
-        *one_sided_draws(plan.budget),
         *(f"- {name}: {settings_text(numbers, '{} = {:.3g}')}." for name, numbers in results.settings.items()),
         "",
         *(_ranking(results) if verdicts else [UNJUDGED]),

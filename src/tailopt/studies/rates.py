@@ -46,7 +46,7 @@ def run(out: Path, options: StudyOptions) -> Path:
         results = replace(results, rows=tuple(replace(row, verdict="") for row in results.rows))
     else:
         results = rates(out=out, progress=options.progress)
-    write_results(out, results, report(results, verdicts=not options.quick))
+    write_results(out, results, report(results, verdicts=not options.quick), options.command)
     figure(results, out / "rates.png")
     return out
 

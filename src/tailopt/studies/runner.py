@@ -19,8 +19,11 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from tailopt.progress import Progress
 from tailopt.records import disk, history
+from tailopt.records.environment import commit, environment, processor
 
 RECORD = "cells.jsonl"
 
@@ -157,8 +160,26 @@ def older_file(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def write_results(out: Path, results: Any, page: str, indent: int | None = 1) -> None:
-    """Write `results.json` and `table.md`, each all at once; without `indent`, the results in one line."""
+def write_results(out: Path, results: Any, page: str, command: str = "", indent: int | None = 1) -> None:
+    """Write `results.json` and `table.md`, each all at once; without `indent`, the results in one line.
+
+    command: what ran the study; the page ends with it, with the commit and with the machine.
+    """
     out.mkdir(parents=True, exist_ok=True)
     disk.replace(out / "results.json", (json.dumps(as_json(results), indent=indent) + "\n").encode())
-    disk.replace(out / "table.md", page.encode())
+    disk.replace(out / "table.md", f"{page.rstrip()}\n\n{measured(command)}\n".encode())
+
+
+def measured(command: str) -> str:
+    """Where the numbers of a page come from, in a sentence."""
+    facts, at = environment(), commit()
+    by = f" by `{command}`" if command else ""
+    return (
+        f"Measured{f' at commit {at}' if at else ''}{by}: tailopt {facts['tailopt']}, torch {facts['torch']}, "
+        f"{device_name()}, {facts['threads']} threads."
+    )
+
+
+def device_name() -> str:
+    """The GPU, or the processor where there is none."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else processor()

@@ -28,6 +28,7 @@ class StudyOptions:
         budget: how many random settings are tried for each algorithm.
         settings: "tune", "paper", or the results.json of an earlier study.
         device: None is a GPU where there is one.
+        command: how the study was started, for its report; empty where it was called from Python.
 
     Examples:
         >>> StudyOptions(seeds=0)
@@ -48,6 +49,7 @@ class StudyOptions:
     budget: int | None = None
     settings: str | None = None
     device: str | None = None
+    command: str = ""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "seeds", "budget"):

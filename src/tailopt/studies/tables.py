@@ -9,9 +9,9 @@ from typing import Any
 
 from tailopt.algorithms import ALGORITHMS
 from tailopt.studies.comparison import Comparison, ComparisonPlan
-from tailopt.studies.protocol import Claim, claim_lines, one_sided_draws
+from tailopt.studies.protocol import Claim, claim_lines
 from tailopt.studies.search_spaces import SPACES
-from tailopt.sweeps.search import describe
+from tailopt.sweeps.result import BUDGETS
 from tailopt.sweeps.space import Space
 
 PaperNumber = Callable[[str, str, str], float | None]
@@ -85,14 +85,14 @@ def ranges_lines(space: Space, algorithms: Sequence[str] | None = None) -> list[
     """The ranges of a search space, one line per rule; only those of the algorithms, where these are named."""
     pairs = [ALGORITHMS[name] for name in algorithms or ALGORITHMS]
     lines = []
-    for level, table, used in (
+    for side, table, used in (
         ("inner", space.inner, {inner for _, inner in pairs}),
         ("outer", space.outer, {outer for outer, _ in pairs}),
     ):
         for rule, ranges in table.items():
             if ranges and (algorithms is None or rule in used):
-                text = ", ".join(f"{key} {low:g} to {high:g}" for key, (low, high, _) in describe(ranges).items())
-                lines.append(f"- {level} {rule}: {text}")
+                text = ", ".join(f"{key} {interval.low:g} to {interval.high:g}" for key, interval in ranges.items())
+                lines.append(f"- {side} {rule}: {text}")
     return lines
 
 
@@ -134,18 +134,13 @@ def metric_table(
 
 
 def methods_section(results: Comparison, differences: Sequence[str]) -> list[str]:
-    """How it was run: data as found, tuning, what differs from the paper, settings, ranges."""
+    """How it was run: data as found, the search, what differs from the paper, settings, budgets, ranges."""
     plan = results.plan
     lines = ["## How", ""]
     lines += [f"- {label}: {text}" for label, text in results.data.items() if text]
-    lines += [f"- Reported on the validation split after the last round, seeds {', '.join(map(str, plan.seeds))}."]
+    lines += [f"- Reported after the last round, on data that no settings were chosen by, {seeds_list(plan)}."]
     if plan.settings == "tune":
-        lines += [
-            f"- Every algorithm was tuned by {plan.budget} random settings on a slice held out of train (seed "
-            f"{plan.tuning_seed}), never on what is reported.",
-            *(f"- {label}: {_length_of_trials(plan, label)}" for label in plan.columns),
-            *one_sided_draws(plan.budget),
-        ]
+        lines += [*search_lines(results)]
     else:
         lines += [f"- Settings: {plan.settings}; nothing was tuned here."]
     lines += [f"- {text}" for text in differences]
@@ -154,22 +149,83 @@ def methods_section(results: Comparison, differences: Sequence[str]) -> list[str
     ]
     lines += ["", *markdown_table(["algorithm", "task", "settings"], chosen)]
     if plan.settings == "tune":
-        lines += [
-            "",
-            f"Searched ({plan.space}), in the logarithm but for momentum; move = learning rate · upper threshold, "
-            "share = lower / upper threshold:",
-            "",
-            *ranges_lines(SPACES[plan.space], plan.algorithms),
-        ]
+        lines += ["", *budget_section(results), *ranges_section(results)]
     return [*lines, ""]
 
 
-def _length_of_trials(plan: ComparisonPlan, label: str) -> str:
-    """How long a trial was beside a reported run: the best settings of a short run need not be those of a long one."""
-    reported, tuned = (plan.arguments(label, tuning)["rounds"] for tuning in (False, True))
-    if tuned == reported:
-        return f"a trial had {tuned} rounds, as a reported run has."
-    return f"a trial had {tuned} of the {reported} rounds of a reported run, so settings were chosen for a short run."
+def seeds_list(plan: ComparisonPlan) -> str:
+    """The seeds of the report.
+
+    Examples:
+        >>> seeds_list(ComparisonPlan({}, (), seeds=(0, 1, 2)))
+        'seeds 0, 1, 2'
+    """
+    return f"seed{'s' * (len(plan.seeds) != 1)} {', '.join(map(str, plan.seeds))}"
+
+
+def search_lines(results: Comparison) -> list[str]:
+    """How settings were searched, and which best points lie at an end of their range all the same."""
+    plan = results.plan
+    ended = "; the worse two thirds ended at a ninth and at a third of the rounds" if plan.halving else ""
+    lines = [
+        f"- Every algorithm was tuned by {plan.budget} Sobol points of its own, at the horizon that is reported, by "
+        f"the mean over the tuning seeds {', '.join(map(str, plan.tuning_seeds))}{ended}. Tasks with a validation "
+        "split were tuned on a slice held out of train."
+    ]
+    at_edge = [f"{cell.column}, {text}" for cell in results.cells for text in cell.at_edge]
+    if at_edge:
+        lines.append(f"- Best values that lie in the outer 5 % of a range all the same: {'; '.join(at_edge)}.")
+    return lines
+
+
+def budget_section(results: Comparison) -> list[str]:
+    """What fewer points would have found: the median over all ways to draw them, on the tuning seeds."""
+    columns = [
+        (label, budget)
+        for label in results.plan.columns
+        for budget in BUDGETS
+        if any(point.trials == budget for cell in results.cells if cell.column == label for point in cell.budget_curve)
+    ]
+    if not columns:
+        return []
+    rows = []
+    for name in results.plan.algorithms:
+        found = {
+            (cell.column, point.trials): point.median
+            for cell in results.cells
+            for point in cell.budget_curve
+            if cell.algorithm == name
+        }
+        rows.append([name, *(f"{found[key]:.4g}" if key in found else "" for key in columns)])
+    return [
+        "The best of n points, on the tuning seeds: the median over all ways to draw them from those that were tried.",
+        "",
+        *markdown_table(["algorithm", *(f"{label}, n = {budget}" for label, budget in columns)], rows, "lr"),
+        "",
+    ]
+
+
+def ranges_section(results: Comparison) -> list[str]:
+    """Where settings were searched: the ranges of the space, and those that were widened."""
+    plan = results.plan
+    space = SPACES[plan.space]
+    lines = [
+        f"Searched ({plan.space}), in the logarithm but for momentum; move = learning rate · upper threshold, "
+        "share = lower / upper threshold:",
+        "",
+        *ranges_lines(space, plan.algorithms),
+    ]
+    wider: dict[str, list[str]] = {}
+    for cell in results.cells:
+        first = space.ranges(cell.algorithm)
+        texts = [
+            f"{cell.algorithm} {key} {low:g} to {high:g}"
+            for key, (low, high) in cell.ranges.items()
+            if (low, high) != (first[key].low, first[key].high)
+        ]
+        wider.setdefault(cell.column, []).extend(texts)
+    told = [f"- {label}: {', '.join(texts)}" for label, texts in wider.items() if texts]
+    return [*lines, *(["", "Widened, because a best point lay in the outer 5 %:", "", *told] if told else [])]
 
 
 def mean_of_all(rows: Iterable[Sequence[Any]]) -> list[float]:

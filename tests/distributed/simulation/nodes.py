@@ -122,7 +122,7 @@ class SimulatedNode:
 
         async def come() -> None:
             turn = await incarnation(call, node, f"process {node} (id)", "0")
-            await roll_call(call.under(f"{turn}"), process, node, plan.nodes, plan.timeout)
+            await roll_call(call.under(f"{turn}"), process, node, plan.nodes, plan.timeout, self._owner)
 
         await answered(SimulatedCall(process, come()), plan.timeout + 2 * GATHER_S, self._owner, node)
         group_store = self._store.under("group")
@@ -133,7 +133,7 @@ class SimulatedNode:
         self._beating = process.spawn(heartbeat.beat())
         self.membership = membership
         facts = {"rounds": plan.rounds, "local_steps": 99 if self._has("disagree") else plan.local_steps}
-        exchange = FactExchange(group_store, process, node, plan.nodes, plan.timeout)
+        exchange = FactExchange(group_store, process, node, plan.nodes, plan.timeout, self._owner)
         await agree(facts, False, exchange, membership, lambda work: SimulatedCall(process, work))
         transport = SimulatedTransport(self.network, process, membership)
         self.record.waits, self.record.progress = transport.waits, transport.progress
@@ -149,7 +149,7 @@ class SimulatedNode:
             view.copy_(p)
         await exchange.start([x])
         exchange.load(params, x)
-        exchange.restart(x)
+        exchange.reset_sent_digest(x)
         states: list[State] = [{} for _ in exchange.segments]
         sampling = chooser(plan)
         rule = OUTER[plan.outer]

@@ -35,6 +35,8 @@ REGRESSIONS = {
     48276: "a node without signs of life was said to show some, while the store did not answer",
     62870: "an old sign of a node was taken for a new one, and the store went while it waited",
     27141: "the store went while a node waited for two others",
+    307118: "an overflow that a flipped bit of one node caused was blamed on the owner of the partition alone",
+    438877862: "nodes that had given up the paused store were missed, and the node that serves it was not named",
 }
 
 

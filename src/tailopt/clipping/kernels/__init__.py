@@ -1,1 +1,1 @@
-"""One file per implementation of the clipped step; all of them take the same batches and give the same bits."""
+"""One file per implementation of the clipped step; all of them take the same groups and give the same bits."""

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from tailopt.clipping.counts import StatisticsRecorder
 from tailopt.clipping.kernels.kernel import StepGroup, refuses_flat
-from tailopt.clipping.reference import ScaleToNorm, Step
+from tailopt.clipping.reference import ScaleToNorm, StepNumbers
 from tailopt.clipping.step_cache import StepCache
 from tailopt.native import library
 from tailopt.native.calls import DTYPES
 from tailopt.native.clip import TensorTable
 
 
-def refuses(p: Tensor, g: Tensor, step: Step) -> str:
+def refuses(p: Tensor, g: Tensor, step: StepNumbers) -> str:
     """Why the C kernel cannot take these tensors; empty if it can."""
     if library.loaded() is None:
         return library.why_missing()
@@ -26,20 +26,20 @@ def refuses(p: Tensor, g: Tensor, step: Step) -> str:
 
 
 def run(
-    batches: Sequence[StepGroup], cache: StepCache | None = None, recorder: StatisticsRecorder | None = None
+    groups: Sequence[StepGroup], cache: StepCache | None = None, recorder: StatisticsRecorder | None = None
 ) -> None:
-    """Step on all batches in one pass, and count on the way if there is a recorder.
+    """Step on all groups in one pass, and count on the way if there is a recorder.
 
-    cache: prepared for these batches by the caller; without one the tensors are looked at here.
+    cache: prepared for these groups by the caller; without one the tensors are looked at here.
     """
     kernel = library.loaded()
     assert kernel is not None
-    params, grads, momenta = joined(batches)
+    params, grads, momenta = joined(groups)
     if cache is None:
         cache = StepCache(reused=False)
         cache.learn(params, momenta)
         cache.locate(params)
-    rows = cache.rows(batches)
+    rows = cache.rows(groups)
     tensors = TensorTable(
         cache.param_addresses,
         cache.locate_gradients(grads),
@@ -52,27 +52,27 @@ def run(
     # nobody would notice. It comes before the pass, which sweeps the tensors' headers out of the processor's caches.
     torch.autograd.graph.increment_version(params)
     kernel.clip.run_at(
-        _operation(batches),
+        _operation(groups),
         tensors,
         rows,
         recorder.counters(torch.device("cpu")) if recorder is not None else None,
-        [slot for batch in batches for slot in batch.slots] if recorder is not None else None,
+        [slot for group in groups for slot in group.slots] if recorder is not None else None,
         threads=None if cache.distinct else 1,  # a parameter that is in the list twice takes one step after the other
     )
 
 
-def _operation(batches: Sequence[StepGroup]) -> str:
-    """What the pass does. Batches with and without momentum come in separate calls."""
-    if not batches:
+def _operation(groups: Sequence[StepGroup]) -> str:
+    """What the pass does. Groups with and without momentum come in separate calls."""
+    if not groups:
         return "biclip"
-    if isinstance(batches[0].step.clip, ScaleToNorm):
+    if isinstance(groups[0].step.clip, ScaleToNorm):
         return "rescale"
-    return "momentum" if batches[0].momenta else "biclip"
+    return "momentum" if groups[0].momenta else "biclip"
 
 
-def joined(batches: Sequence[StepGroup]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """All parameters, gradients and momenta; the lists themselves if there is only one batch."""
-    if len(batches) == 1:
-        return batches[0].params, batches[0].grads, list(batches[0].momenta)
-    params, grads = [p for batch in batches for p in batch.params], [g for batch in batches for g in batch.grads]
-    return params, grads, [m for batch in batches for m in batch.momenta]
+def joined(groups: Sequence[StepGroup]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """All parameters, gradients and momenta; the lists themselves if there is only one group."""
+    if len(groups) == 1:
+        return groups[0].params, groups[0].grads, list(groups[0].momenta)
+    params, grads = [p for group in groups for p in group.params], [g for group in groups for g in group.grads]
+    return params, grads, [m for group in groups for m in group.momenta]

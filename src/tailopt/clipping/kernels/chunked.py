@@ -10,36 +10,36 @@ from torch import Tensor
 
 from tailopt.clipping.kernels.kernel import StepGroup, as_float, on_device, refuses_flat, row
 from tailopt.clipping.operators import compute_dtype
-from tailopt.clipping.reference import ClipByValue, ScaleToNorm, Step
+from tailopt.clipping.reference import ClipByValue, ScaleToNorm, StepNumbers
 
 # Elements of a buffer: 1 MiB in fp32. 128k to 512k elements were within 20 % of each other, 32k took twice as long.
 CHUNK = 262_144
 
 
-def refuses(p: Tensor, g: Tensor, step: Step) -> str:
+def refuses(p: Tensor, g: Tensor, step: StepNumbers) -> str:
     """Why the buffers cannot take these tensors; empty if they can."""
     if isinstance(step.clip, ClipByValue) and math.isinf(as_float(step.clip.d)):
         return "d is infinite"
     return refuses_flat(p, g, step)
 
 
-def run(batches: Sequence[StepGroup]) -> None:
-    """Step on all batches, one piece of one tensor after another."""
+def run(groups: Sequence[StepGroup]) -> None:
+    """Step on all groups, one piece of one tensor after another."""
     buffers: dict[torch.dtype, list[Tensor]] = {}
-    for batch in batches:
-        for p, g in zip(batch.params, batch.grads, strict=True):
+    for group in groups:
+        for p, g in zip(group.params, group.grads, strict=True):
             dtype, n = compute_dtype(p.dtype), p.numel()
             if dtype not in buffers:
                 buffers[dtype] = [torch.empty(CHUNK, dtype=dtype) for _ in range(3)]
             flat_p, flat_g = (t.detach().as_strided((n,), (1,)) for t in (p, g))
-            numbers = row(on_device(batch.step, p.device, dtype), dtype)
+            numbers = row(on_device(group.step, p.device, dtype), dtype)
             for start in range(0, n, CHUNK):
                 size = min(CHUNK, n - start)
                 c, other, wide = (b[:size] for b in buffers[dtype])
                 part, x = flat_p[start : start + size], flat_g[start : start + size]
-                _clip_into(c, other, x, batch.step.clip, numbers, batch.step.maximize)
+                _clip_into(c, other, x, group.step.clip, numbers, group.step.maximize)
                 target = part if part.dtype == dtype else wide.copy_(part)
-                if batch.step.weight_decay:
+                if group.step.weight_decay:
                     target.mul_(numbers[1])
                 target.add_(c, alpha=numbers[0])
                 if target is not part:

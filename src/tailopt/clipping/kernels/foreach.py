@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tailopt.clipping.kernels.kernel import StepGroup, as_float, has_dimensions, on_device
 from tailopt.clipping.operators import Number, compute_dtype
-from tailopt.clipping.reference import ClipByValue, Step
+from tailopt.clipping.reference import ClipByValue, StepNumbers
 
 FOREACH_BYTES = 1 << 28  # of gradients whose intermediates are alive at the same time
 
 
-def refuses(p: Tensor, g: Tensor, step: Step) -> str:
+def refuses(p: Tensor, g: Tensor, step: StepNumbers) -> str:
     """Why a list operation cannot take these tensors; empty if it can."""
     if g.layout != torch.strided:
         return "the gradient is sparse"
@@ -32,16 +32,16 @@ def refuses(p: Tensor, g: Tensor, step: Step) -> str:
     return ""
 
 
-def run(batches: Sequence[StepGroup]) -> None:
-    """Step on all batches, tensors of one device and type together."""
-    for batch in batches:
+def run(groups: Sequence[StepGroup]) -> None:
+    """Step on all groups, tensors of one device and type together."""
+    for group in groups:
         kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-        for p, g in zip(batch.params, batch.grads, strict=True):
+        for p, g in zip(group.params, group.grads, strict=True):
             ps, gs = kinds.setdefault((p.device, p.dtype), ([], []))
             ps.append(p)
             gs.append(g)
         for (device, dtype), (ps, gs) in kinds.items():
-            step = on_device(batch.step, device, compute_dtype(dtype))
+            step = on_device(group.step, device, compute_dtype(dtype))
             start = alive = 0
             for end, g in enumerate(gs, 1):
                 alive += g.numel() * g.element_size()
@@ -50,7 +50,7 @@ def run(batches: Sequence[StepGroup]) -> None:
                     start, alive = end, 0
 
 
-def _foreach(params: list[Tensor], grads: list[Tensor], step: Step) -> None:
+def _foreach(params: list[Tensor], grads: list[Tensor], step: StepNumbers) -> None:
     dtype = compute_dtype(params[0].dtype)
     gs = [g if g.dtype == dtype else g.to(dtype) for g in grads]
     wide = [p if p.dtype == dtype else p.to(dtype) for p in params]

@@ -1,7 +1,7 @@
 """What a kernel is, what it takes, and what kernels ask about tensors and steps.
 
-A kernel is a function of batches (parameters, gradients, one `Step`) that changes the parameters in place and gives the
-bits of `reference.step`.
+A kernel is a function of groups (parameters, gradients, one `StepNumbers`) that changes the parameters in place and
+gives the bits of `reference.step`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tailopt.clipping.counts import is_gap_free
 from tailopt.clipping.operators import Number
-from tailopt.clipping.reference import ClipByValue, Step
+from tailopt.clipping.reference import ClipByValue, StepNumbers
 from tailopt.native.clip import NO_MOMENTUM
 
 PLAIN_TYPES = {Tensor, torch.nn.Parameter}
@@ -37,7 +37,7 @@ class StepGroup(NamedTuple):
 
     params: list[Tensor]
     grads: list[Tensor]
-    step: Step
+    step: StepNumbers
     slots: Sequence[int] = ()
     momenta: Sequence[Tensor] = ()
     step_counts: Sequence[Tensor] = ()
@@ -63,16 +63,16 @@ class Kernel:
 
     name: str
     run: Callable[[Sequence[StepGroup]], None]
-    refuses: Callable[[Tensor, Tensor, Step], str]
+    refuses: Callable[[Tensor, Tensor, StepNumbers], str]
 
 
-def is_scalar(step: Step) -> bool:
+def is_scalar(step: StepNumbers) -> bool:
     """Whether the step's numbers can be read without waiting: none is a tensor with dimensions or on a device."""
     numbers = (step.lr, *step.clip, *(step.momentum or ()))
     return all(not isinstance(t, Tensor) or (t.numel() == 1 and t.is_cpu) for t in numbers)
 
 
-def has_dimensions(step: Step) -> bool:
+def has_dimensions(step: StepNumbers) -> bool:
     """Whether a threshold is a tensor that broadcasts against the parameter."""
     return any(isinstance(t, Tensor) and t.ndim for t in step.clip)
 
@@ -82,7 +82,7 @@ def as_float(value: Number) -> float:
     return float(value) if not isinstance(value, Tensor) or (value.numel() == 1 and value.is_cpu) else 0.0
 
 
-def refuses_flat(p: Tensor, g: Tensor, step: Step) -> str:
+def refuses_flat(p: Tensor, g: Tensor, step: StepNumbers) -> str:
     """Why two tensors cannot be walked through memory side by side with scalar thresholds."""
     if type(p) not in PLAIN_TYPES or type(g) not in PLAIN_TYPES:
         return f"it takes plain tensors, not {type(p).__name__} with {type(g).__name__}"
@@ -99,7 +99,7 @@ def refuses_flat(p: Tensor, g: Tensor, step: Step) -> str:
     return ""
 
 
-def row(step: Step, dtype: torch.dtype) -> tuple[float, ...]:
+def row(step: StepNumbers, dtype: torch.dtype) -> tuple[float, ...]:
     """The numbers of a step in the order of `Row` in clip.c."""
     clip = tuple(map(float, step.clip))
     sides = (clip + (1.0, 1.0, 1.0)) if isinstance(step.clip, ClipByValue) else ((math.inf, 0.0, 0.0) + clip)
@@ -111,7 +111,7 @@ def row(step: Step, dtype: torch.dtype) -> tuple[float, ...]:
     return (-float(step.lr), decay, float(step.maximize), *sides, beta, 1 - beta, limit, float(correction))
 
 
-def on_device(step: Step, device: torch.device, dtype: torch.dtype) -> Step:
+def on_device(step: StepNumbers, device: torch.device, dtype: torch.dtype) -> StepNumbers:
     """The step's tensors where they are used: CPU scalars as numbers (nothing waits for those), others moved."""
 
     def ready(value: Number) -> Number:
@@ -131,4 +131,4 @@ def on_device(step: Step, device: torch.device, dtype: torch.dtype) -> Step:
         return value.to(device=device, dtype=dtype)
 
     clip = type(step.clip)(*map(ready, step.clip))
-    return Step(clip, ready(step.lr), step.weight_decay, step.maximize, step.momentum)
+    return StepNumbers(clip, ready(step.lr), step.weight_decay, step.maximize, step.momentum)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tailopt.clipping.kernels.kernel import PLAIN_TYPES, StepGroup, on_device
 from tailopt.clipping.operators import Number, compute_dtype
-from tailopt.clipping.reference import ClipByValue, Step
+from tailopt.clipping.reference import ClipByValue, StepNumbers
 from tailopt.native import library
 from tailopt.native.calls import DTYPES
 from tailopt.native.clip import NO_MOMENTUM, StepRows, TensorTable
@@ -25,7 +25,7 @@ SHORTEST = 16  # elements of a row; shorter ones are faster by torch's operation
 KNOWN_FIELDS = {"clip", "lr", "weight_decay", "maximize"}
 
 
-def refuses(p: Tensor, g: Tensor, step: Step) -> str:
+def refuses(p: Tensor, g: Tensor, step: StepNumbers) -> str:
     """Why the C kernel cannot take these tensors row by row; empty if it can."""
     if library.loaded() is None:
         return library.why_missing()
@@ -49,14 +49,14 @@ def refuses(p: Tensor, g: Tensor, step: Step) -> str:
     return ""
 
 
-def run(batches: Sequence[StepGroup]) -> None:
+def run(groups: Sequence[StepGroup]) -> None:
     """Step on one tensor after another, each in one pass."""
-    for batch in batches:
-        for p, g in zip(batch.params, batch.grads, strict=True):
-            _run(p, g, batch.step)
+    for group in groups:
+        for p, g in zip(group.params, group.grads, strict=True):
+            _run(p, g, group.step)
 
 
-def _run(p: Tensor, g: Tensor, step: Step) -> None:
+def _run(p: Tensor, g: Tensor, step: StepNumbers) -> None:
     kernel = library.loaded()
     assert kernel is not None
     if not p.numel():
@@ -88,7 +88,7 @@ def _run(p: Tensor, g: Tensor, step: Step) -> None:
     )
 
 
-def _leading(p: Tensor, step: Step) -> tuple[int, ...]:
+def _leading(p: Tensor, step: StepNumbers) -> tuple[int, ...]:
     """The dimensions of a parameter up to the last one along which a number of the step varies."""
     varying = _varying((step.lr, *step.clip), p.dim())
     return tuple(p.shape[: max((i + 1 for i, size in enumerate(varying) if size > 1), default=0)])

@@ -10,22 +10,22 @@ from torch import Tensor
 from tailopt.clipping import reference
 from tailopt.clipping.kernels.kernel import StepGroup, on_device
 from tailopt.clipping.operators import Number, compute_dtype, real_parts
-from tailopt.clipping.reference import ClipByValue, ScaleToNorm, Step
+from tailopt.clipping.reference import ClipByValue, ScaleToNorm, StepNumbers
 
 
-def refuses(p: Tensor, g: Tensor, step: Step) -> str:
+def refuses(p: Tensor, g: Tensor, step: StepNumbers) -> str:
     """Empty: it takes everything."""
     return ""
 
 
-def run(batches: Sequence[StepGroup]) -> None:
+def run(groups: Sequence[StepGroup]) -> None:
     """Step on one tensor after another."""
-    for batch in batches:
-        for p, g in zip(batch.params, batch.grads, strict=True):
-            _single(p, g, batch.step)
+    for group in groups:
+        for p, g in zip(group.params, group.grads, strict=True):
+            _single(p, g, group.step)
 
 
-def _single(p: Tensor, g: Tensor, step: Step) -> None:
+def _single(p: Tensor, g: Tensor, step: StepNumbers) -> None:
     dtype = compute_dtype(p.dtype)
     step = on_device(step, p.device, dtype)
     if p.is_complex():  # sparse; dense ones came as pairs of reals
@@ -48,7 +48,7 @@ def _single(p: Tensor, g: Tensor, step: Step) -> None:
         p.copy_(wide)
 
 
-def _descend(wide: Tensor, clip: ClipByValue | ScaleToNorm, g: Tensor, step: Step) -> None:
+def _descend(wide: Tensor, clip: ClipByValue | ScaleToNorm, g: Tensor, step: StepNumbers) -> None:
     """wide <- fma(-lr, clip(g), wide), in place."""
     c = clip(-g if step.maximize else g)
     if isinstance(step.lr, Tensor):
@@ -69,14 +69,14 @@ def at_coordinates(clip: ClipByValue | ScaleToNorm, g: Tensor) -> ClipByValue | 
     return type(clip)(*map(picked, clip))
 
 
-def run_reference(batches: Sequence[StepGroup]) -> None:
+def run_reference(groups: Sequence[StepGroup]) -> None:
     """Step on one tensor after another by the reference."""
     with torch.no_grad():
-        for batch in batches:
-            for p, g in zip(batch.params, batch.grads, strict=True):
-                p.copy_(reference.step(p, g, batch.step))
+        for group in groups:
+            for p, g in zip(group.params, group.grads, strict=True):
+                p.copy_(reference.step(p, g, group.step))
 
 
-def refuses_reference(p: Tensor, g: Tensor, step: Step) -> str:
+def refuses_reference(p: Tensor, g: Tensor, step: StepNumbers) -> str:
     """Why the reference cannot take these tensors; empty if it can."""
     return "the gradient is sparse" if g.layout != torch.strided else ""

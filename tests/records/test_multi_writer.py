@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tailopt.records import checkpoints, collective
+from tailopt.records import checkpoints, multi_writer
 from tailopt.records.checkpoints import DamagedCheckpoint, digest, list_checkpoints, load
-from tailopt.records.collective import ElementRange, begin, discard, finish, write
+from tailopt.records.multi_writer import ElementRange, begin, discard, finish, write
 
 
 def cut(tensors: dict[str, Tensor], cuts: list[int]) -> list[dict[str, ElementRange]]:
@@ -115,6 +115,6 @@ def test_a_gap_is_found(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective, "FOLDER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(multi_writer, "FOLDER_TIMEOUT_S", 0.1)
     with pytest.raises(FileNotFoundError, match="Give a run folder that all nodes share"):
         write(tmp_path / "elsewhere" / ".round", 1, 2, {}, {}, {})
