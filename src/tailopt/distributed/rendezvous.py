@@ -72,7 +72,7 @@ def connect(timeout: float = 60.0, backend: str = "gloo", interface: str | None 
     comm = CommThread()
     try:
         came = comm.start(lambda _: blocking(come()))
-        call, turn = blocking(answered(came, timeout + 2 * GATHER_S, owner, rank))
+        call, turn = blocking(answered(came, clock, timeout + 2 * GATHER_S, owner, rank))
         comm.stop()
     except RuntimeError as error:
         if isinstance(error, NodeLost | Disagreement):

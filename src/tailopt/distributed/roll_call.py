@@ -11,6 +11,7 @@ from tailopt.distributed.errors import Disagreement, NodeLost, named
 from tailopt.distributed.interfaces import Call, Clock, Store
 
 PAUSE_S = 0.1  # between two looks at the store
+LOOK_S = 1.0  # what lies between two looks at the clock counts as so much at most: the rest was a pause
 GATHER_S = 5.0  # in which the nodes that are left tell each other that they live
 
 
@@ -27,17 +28,22 @@ class StoreOwner:
     node: int | None = None
 
 
-async def answered(call: Call, seconds: float, store_owner: StoreOwner, node: int) -> Any:
+async def answered(call: Call, clock: Clock, seconds: float, store_owner: StoreOwner, node: int) -> Any:
     """The result of a conversation with the store; `NodeLost` where it has no answer for so long.
 
-    A store whose machine is gone without closing the connection never answers, and torch would wait for ever.
+    A store whose machine is gone without closing the connection never answers, and torch would wait for ever. A pause
+    of this machine is not counted: the store could not answer in it.
     """
-    if not await call.wait(seconds):
-        blame = f"; it or the link from node {node} to it is at fault" if store_owner.node not in (None, node) else ""
-        raise NodeLost(
-            f"{store_owner.words} has not answered for {seconds:g} s before the first round{blame}. Start all nodes "
-            "again."
-        )
+    waited, last_look = 0.0, clock.now()
+    while not await call.wait(min(LOOK_S, seconds - waited)):
+        waited, last_look = waited + min(clock.now() - last_look, LOOK_S), clock.now()
+        if waited >= seconds:
+            remote = store_owner.node not in (None, node)
+            blame = f"; it or the link from node {node} to it is at fault" if remote else ""
+            raise NodeLost(
+                f"{store_owner.words} has not answered for {seconds:g} s before the first round{blame}. Start all "
+                "nodes again."
+            )
     if call.error is not None:
         raise call.error
     return call.value
@@ -79,7 +85,7 @@ async def await_nodes(
     while missing and waited < timeout:
         missing = await await_keys(store, clock, prefix, missing, 2 * PAUSE_S)
         await look()
-        waited, last_look = waited + min(clock.now() - last_look, 10 * PAUSE_S), clock.now()
+        waited, last_look = waited + min(clock.now() - last_look, LOOK_S), clock.now()
     return missing
 
 

@@ -241,7 +241,7 @@ class Peers:
 
         try:
             call = comm.start(lambda _: blocking(come()))
-            store, heartbeat = blocking(answered(call, self._timeout, store_owner(world), self.node))
+            store, heartbeat = blocking(answered(call, _CLOCK, self._timeout, store_owner(world), self.node))
         except Disagreement:
             raise
         except RuntimeError as error:

@@ -124,10 +124,10 @@ class SimulatedNode:
             turn = await incarnation(call, node, f"process {node} (id)", "0")
             await roll_call(call.under(f"{turn}"), process, node, plan.nodes, plan.timeout, self._owner)
 
-        await answered(SimulatedCall(process, come()), plan.timeout + 2 * GATHER_S, self._owner, node)
+        await answered(SimulatedCall(process, come()), process, plan.timeout + 2 * GATHER_S, self._owner, node)
         group_store = self._store.under("group")
         heartbeat = Heartbeat(group_store, self._store.under("run"), node, plan.nodes, process)
-        await answered(SimulatedCall(process, heartbeat.poll()), plan.timeout, self._owner, node)
+        await answered(SimulatedCall(process, heartbeat.poll()), process, plan.timeout, self._owner, node)
         timeouts = Timeouts(plan.timeout, plan.stall_timeout)
         membership = Membership(heartbeat, process, self, timeouts, self._owner, self.record.said.append)
         self._beating = process.spawn(heartbeat.beat())
