@@ -304,7 +304,7 @@ def test_a_scope_counts_on_both_levels_and_a_dead_zone_inside() -> None:
         ("avg-sgd", {"inner_state": "kept"}, 'Invalid inner_state: \'kept\'; need "reset" or "keep".'),
         ("avg-adam", {"send_preconditioner": True}, "only adam over adam (adam2) has one to send."),
         ("adam2", {"send_preconditioner": "cooked"}, "Invalid send_preconditioner: 'cooked'"),
-        ("adam2", {"inner_state": "keep"}, "exclude each other"),
+        ("adam2", {"inner_state": "keep"}, "excludes send_preconditioner="),
     ],
 )
 def test_values_out_of_range(name: str, bad: dict[str, Any], message: str) -> None:

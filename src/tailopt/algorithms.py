@@ -117,9 +117,12 @@ class Algorithm:
         if self.send_preconditioner not in (True, False, "raw"):
             raise ValueError(f'Invalid send_preconditioner: {self.send_preconditioner!r}; need True, False or "raw".')
         if self.send_preconditioner and (self.outer, self.inner) != ("adam", "adam"):
-            raise ValueError("Invalid send_preconditioner: only adam over adam (adam2) has one to send.")
+            raise ValueError(
+                f"Invalid send_preconditioner: {self.send_preconditioner!r} with {_optimizer_name(self.outer)} over "
+                f"{_optimizer_name(self.inner)}; only adam over adam (adam2) has one to send."
+            )
         if self.send_preconditioner and self.inner_state == "keep":
-            raise ValueError('Invalid inner_state: "keep" and a sent preconditioner exclude each other.')
+            raise ValueError(f"Invalid inner_state: 'keep' excludes send_preconditioner={self.send_preconditioner!r}.")
         if not self.name:
             object.__setattr__(self, "name", f"{_optimizer_name(self.outer)}-{_optimizer_name(self.inner)}")
         check_side(self.outer, self.outer_settings, "outer", f"{self.name} (outer settings)")
@@ -130,9 +133,7 @@ class Algorithm:
             and "scale" in {**self.outer_settings, **self.inner_settings}
             and not any(is_auto(self.hparams(side).get("u")) for side in ("outer", "inner"))
         ):
-            raise ValueError(
-                'Invalid scale: no threshold is "auto", so it has no effect. Leave it out, or set i_u="auto".'
-            )
+            raise ValueError('Invalid scale: no threshold is "auto", so it does nothing. Drop it, or set i_u="auto".')
 
     def rule(self, side: str) -> Rule:
         """Return the update rule of a side."""

@@ -80,7 +80,7 @@ class Endless(IterableDataset[Any]):
         ({"weights": [1.0, -0.5, 1.0]}, "Invalid weights: -0.5 for node 1"),
         ({"weights": [1.0, 1.0, float("nan")]}, "Invalid weights: nan for node 2"),
         ({"weights": [float("inf"), 1.0, 1.0]}, "Invalid weights: inf for node 0"),
-        ({"weights": [0.0, 0, 0.0]}, "all of them are 0"),
+        ({"weights": [0.0, 0, 0.0]}, "of them are 0"),
         ({"weights": [1e308, 1e308, 0.0]}, r"Invalid weights: their sum overflows, the largest is 1e\+308; .* ratios"),
         ({"weights": [1.0, "2", 1.0]}, "Invalid weights: '2' for node 1; need 0 <= weight < inf"),
         ({"weights": [1.0, 1.0, None]}, "Invalid weights: None for node 2"),

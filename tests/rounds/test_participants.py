@@ -84,7 +84,7 @@ def test_usable_weights() -> None:
         ([1.0, -2.0, 1.0], r"-2.0 for node 1; need 0 <= weight < inf"),
         ([1.0, 1.0, math.nan], "nan for node 2"),
         ([math.inf, 1.0, 1.0], "inf for node 0"),
-        ([0.0, 0.0, 0.0], "all of them are 0"),
+        ([0.0, 0.0, 0.0], "of them are 0"),
     ],
 )
 def test_weights_that_cannot_be_used(weights: list[float], message: str) -> None:

@@ -341,7 +341,9 @@ def batch_source(
     if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
         raise ValueError(f"Invalid nodes: {nodes!r}; with a batch function, say how many nodes there are: nodes=10.")
     if steps is None:
-        raise ValueError("Invalid local_epochs: a batch function has no end to count passes by. Give local_steps.")
+        raise ValueError(
+            f"Invalid local_epochs: {epochs}; a batch function has no end to count passes by. Give local_steps."
+        )
     if batch_size is not None:
         raise ValueError(f"Invalid batch_size: {batch_size}; the batch function decides that. Leave it out.")
     return FunctionBatches(batches, nodes, steps, policy.seed)

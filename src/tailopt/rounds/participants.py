@@ -86,7 +86,9 @@ def participant_count(nodes: int, participation: float | Chooser, participants: 
     """The number that takes part, from a fraction or a count, or the function that chooses."""
     if callable(participation):
         if participants is not None:
-            raise ValueError("Give participation as a function, or participants as a count, not both.")
+            raise ValueError(
+                f"Invalid participants: {participants}; participation is a function. Give one of them, not both."
+            )
         return participation
     if isinstance(participation, bool) or not isinstance(participation, float):
         raise ValueError(
@@ -114,7 +116,7 @@ def checked_weights(weights: Sequence[float], nodes: int) -> tuple[float, ...]:
     if len(values) != nodes:
         raise ValueError(f"Invalid weights: {len(values)} of them for {nodes} nodes; need one for each.")
     if not any(values):
-        raise ValueError("Invalid weights: all of them are 0; need one above 0.")
+        raise ValueError(f"Invalid weights: all {nodes} of them are 0; need one above 0.")
     if sum(values) == math.inf:
         raise ValueError(
             f"Invalid weights: their sum overflows, the largest is {max(values)}; need a sum < inf. Only their ratios "

@@ -93,7 +93,10 @@ class RoundPolicy:
                 "the mean, and let the function draw by weight if you want that."
             )
         if (self.local_steps is None) == (self.local_epochs is None):
-            raise ValueError("Give local_steps or local_epochs, one of the two: what a node does in a round.")
+            raise ValueError(
+                f"Invalid local_steps: {self.local_steps}, with local_epochs: {self.local_epochs}; a round takes one "
+                "of the two. Give local_steps or local_epochs."
+            )
         counts = {"rounds": self.rounds, "local_steps": self.local_steps, "local_epochs": self.local_epochs}
         check_counts(**{name: count for name, count in counts.items() if count is not None})
         check_flags(average=self.average, guard=self.guard)
