@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
 from tests.distributed import forked
+
+# torch asks the name server for the name at the other end of every connection. Where none answers, that takes 10 s, in
+# which tests of nodes would run into their limits; glibc reads this in every process that a test starts.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # Two workers share two cores with the nodes that tests start: how long one example takes says nothing about the code.
 settings.register_profile("shared cores", deadline=None)

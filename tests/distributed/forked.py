@@ -26,7 +26,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+
+
+def environment() -> dict[str, str]:
+    """The environment of processes that tests start: one thread, and this source tree."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ def server() -> Iterator[Server]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         command = [sys.executable, "-m", "tests.distributed.forked"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with subprocess.Popen(command, env=ENVIRONMENT, cwd=ROOT, text=True, **pipes) as process:  # type: ignore[call-overload]
+        with subprocess.Popen(command, env=environment(), cwd=ROOT, text=True, **pipes) as process:  # type: ignore[call-overload]
             try:
                 yield Server(process, Path(folder))
             finally:

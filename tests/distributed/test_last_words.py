@@ -92,7 +92,7 @@ def test_nodes_that_torchrun_ends_say_which_node_was_killed(tmp_path: Path) -> N
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--monitor-interval=0.1"]
     command += ["--master-port", str(forked.free_port()), "--redirects=3", "--log-dir", str(tmp_path / "logs")]
     command += [str(script), str(run)]
-    with subprocess.Popen(command, env=forked.ENVIRONMENT, cwd=ROOT, stderr=subprocess.PIPE, text=True) as agent:
+    with subprocess.Popen(command, env=forked.environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True) as agent:
         try:
             logs = _logs(tmp_path, "stdout.log", "ready")
             pid = _child(agent.pid, rank=1)
@@ -198,7 +198,7 @@ print("still there", flush=True)
 )
 def test_other_users_of_signals_are_left_alone(what: str, status: int, said: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", OTHERS, what], env=forked.ENVIRONMENT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", OTHERS, what], env=forked.environment(), capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout) == (status, said), done.stderr
     assert ("last words" in done.stderr) == (status != 0)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import re
 import shutil
+import socket
 import subprocess
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import tailopt
 from tailopt.distributed.rendezvous import address_of, connect
 from tests.distributed import forked
 
@@ -85,6 +91,76 @@ def test_exchanges_keep_torchs_own_limit(server: forked.Server) -> None:
     ends = server.run(f"{HERE}:waits", 2)
     assert [end.status for end in ends] == [0, 0], [end.said for end in ends]
     assert all(end.value > TIMEOUT for end in ends)
+
+
+# ---- a name server that does not answer ----
+
+
+class NameServer:
+    """Knows no name, until it is told to be silent."""
+
+    ADDRESS = ("127.0.0.53", 53)
+
+    def __init__(self) -> None:
+        self.asked_in_vain = 0
+        self._silent = False
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind(self.ADDRESS)
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                query, sender = self._socket.recvfrom(512)
+                if query == b"be silent":
+                    self._silent = True
+                    self._socket.sendto(b"silent", sender)
+                elif self._silent:
+                    self.asked_in_vain += 1
+                else:
+                    self._socket.sendto(query[:2] + b"\x81\x83" + query[4:6] + bytes(6) + query[12:], sender)
+
+
+def loses_the_name_server(rank: int, resolv_conf: str) -> float:
+    """Two nodes whose name server falls silent when they have met; how long the next store connection takes."""
+    os.environ.pop("RES_OPTIONS", None)  # glibc's limits: two attempts of five seconds
+    new_mounts = 0x00020000  # CLONE_NEWNS
+    assert ctypes.CDLL(None, use_errno=True).unshare(new_mounts) == 0, os.strerror(ctypes.get_errno())
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "--bind", resolv_conf, "/etc/resolv.conf"], check=True)
+    connect(60.0)
+    dist.barrier()
+    if rank == 0:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as order:
+            order.settimeout(10.0)
+            order.sendto(b"be silent", NameServer.ADDRESS)
+            order.recv(16)
+    dist.barrier()
+    net = torch.nn.Linear(2, 1)
+    begun = time.monotonic()
+    opt = tailopt.NestedOptimizer(torch.optim.SGD(net.parameters(), 0.1), local_steps=1, timeout=TIMEOUT, model=net)
+    took = time.monotonic() - begun
+    net(torch.ones(1, 2)).sum().backward()
+    opt.step()
+    return took
+
+
+loses_the_name_server.connects_itself = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root has a port 53")
+def test_a_silent_name_server_is_no_dead_node(server: forked.Server, tmp_path: Path) -> None:
+    try:
+        names = NameServer()
+    except OSError as error:
+        pytest.skip(f"{NameServer.ADDRESS} is taken: {error}")
+    resolv_conf = tmp_path / "resolv.conf"
+    resolv_conf.write_text(f"nameserver {NameServer.ADDRESS[0]}\n")
+    ends = server.run(f"{HERE}:loses_the_name_server", 2, resolv_conf=str(resolv_conf))
+    assert [end.status for end in ends] == [0, 0], [end.said for end in ends]
+    assert names.asked_in_vain
+    assert max(end.value for end in ends) > TIMEOUT
 
 
 # ---- one interface ----

@@ -150,7 +150,8 @@ def test_torchrun_goes_on_to_the_same_bits(fault: str, everything: tuple[Path, d
                 agent.wait()
     said = "".join(log.read_text() for log in logs)
     if fault != "kill":  # of which the agent knows before the nodes can say it, and ends them
-        assert len(re.findall(r"NodeLost: Node 2 is gone in round 3: ", said)) == 2, said
+        # under one agent, it may end the second of the survivors as soon as the first has said it
+        assert len(re.findall(r"NodeLost: Node 2 is gone in round 3: ", said)) in ({2} if parted else {1, 2}), said
     assert said.count("resumed after round 2") == lost.NODES
     clean = json.loads((everything[0] / "clean" / "0.json").read_text())["digest"]
     assert {json.loads((tmp_path / f"{k}.json").read_text())["digest"] for k in range(lost.NODES)} == {clean}

@@ -13,6 +13,10 @@ from tailopt.distributed.interfaces import Call, Clock, Store
 PAUSE_S = 0.1  # between two looks at the store
 LOOK_S = 1.0  # what lies between two looks at the clock counts as so much at most: the rest was a pause
 GATHER_S = 5.0  # in which the nodes that are left tell each other that they live
+# torch asks the name server for the name at the other end of a new connection, on both ends. Where that server does not
+# answer, the first such question of a process takes 10 s (resolv.conf: two attempts of 5 s), and the store answers
+# nobody meanwhile. That is no sign of a dead node.
+LOOKUP_S = 20.0
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from tailopt.distributed.heartbeat import DRAIN_S, Heartbeat
 from tailopt.distributed.interfaces import Event, blocking
 from tailopt.distributed.last_words import block, on_sigterm, say
 from tailopt.distributed.membership import EXIT_AFTER_S, Membership, Timeouts
-from tailopt.distributed.roll_call import StoreOwner, answered, incarnation
+from tailopt.distributed.roll_call import LOOKUP_S, StoreOwner, answered, incarnation
 
 T = TypeVar("T")
 _DIST: Any = dist  # torch does not export the types of its stores
@@ -241,7 +241,8 @@ class Peers:
 
         try:
             call = comm.start(lambda _: blocking(come()))
-            store, heartbeat = blocking(answered(call, _CLOCK, self._timeout, store_owner(world), self.node))
+            limit = self._timeout + LOOKUP_S
+            store, heartbeat = blocking(answered(call, _CLOCK, limit, store_owner(world), self.node))
         except Disagreement:
             raise
         except RuntimeError as error:

@@ -14,7 +14,7 @@ from tailopt.distributed.agreement import FactExchange, agree
 from tailopt.distributed.exchange import Exchange
 from tailopt.distributed.heartbeat import DRAIN_S, Heartbeat
 from tailopt.distributed.membership import EXIT_AFTER_S, Membership, Timeouts
-from tailopt.distributed.roll_call import GATHER_S, StoreOwner, answered, incarnation, roll_call
+from tailopt.distributed.roll_call import GATHER_S, LOOKUP_S, StoreOwner, answered, incarnation, roll_call
 from tailopt.distributed.round_records import JudgingCriteria, Statement
 from tailopt.distributed.weight_sync import AT_FAULT, other_weights
 from tailopt.rounds.drops import DROPPED
@@ -127,7 +127,8 @@ class SimulatedNode:
         await answered(SimulatedCall(process, come()), process, plan.timeout + 2 * GATHER_S, self._owner, node)
         group_store = self._store.under("group")
         heartbeat = Heartbeat(group_store, self._store.under("run"), node, plan.nodes, process)
-        await answered(SimulatedCall(process, heartbeat.poll()), process, plan.timeout, self._owner, node)
+        limit = plan.timeout + LOOKUP_S
+        await answered(SimulatedCall(process, heartbeat.poll()), process, limit, self._owner, node)
         timeouts = Timeouts(plan.timeout, plan.stall_timeout)
         membership = Membership(heartbeat, process, self, timeouts, self._owner, self.record.said.append)
         self._beating = process.spawn(heartbeat.beat())
