@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import tailopt
 from tailopt.engines import captured_program, captured_steps, routes
 from tailopt.engines.captured_program import CapturedProgram, CaptureRefused
+from tailopt.engines.captured_steps import CapturedPrograms, sharing_programs
 from tailopt.engines.folded_attention import folding_attention
 from tailopt.engines.stacked_rules import StackedSteps
 from tailopt.engines.vectorized import Vectorized
@@ -97,6 +98,18 @@ def test_configurations_share_their_programs(monkeypatch: pytest.MonkeyPatch) ->
     )
     assert len(made) == 2 and found.route.name == "compiled"  # the step, and the mean
     torch.testing.assert_close(found.losses, plain.losses, rtol=0, atol=1e-9)
+
+
+@pytest.mark.usefixtures("traced")
+def test_algorithms_with_one_inner_rule_share_programs_where_they_are_told_to() -> None:
+    given, programs = case("mlp"), dict[str, CapturedPrograms]()
+    for name in ("avg-biclip", "bi2clip", "adam-biclip", "avg-sgd"):
+        options = {"rounds": 2, "route": "compiled"}
+        alone = run_configurations(given.model, settings(name, 2), **arguments(given, **options))
+        with sharing_programs(programs):
+            found = run_configurations(given.model, settings(name, 2), **arguments(given, **options))
+        torch.testing.assert_close(found.losses, alone.losses, rtol=0, atol=0)
+    assert {rule: len(of_rule.compiled) for rule, of_rule in programs.items()} == {"biclip": 2, "sgd": 2}
 
 
 @pytest.mark.usefixtures("traced")

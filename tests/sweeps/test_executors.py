@@ -97,7 +97,7 @@ def test_workers_that_never_finish_end_the_sweep(monkeypatch: pytest.MonkeyPatch
     pool = executors.Processes(Trainer(Job(tuning, (0,), "avg-sgd", None, "auto")).job, 1)
     monkeypatch.setattr(pool, "_started", Broken)
     with pytest.raises(RuntimeError, match="ended 3 times .*__main__"):
-        list(pool.outcomes([(0, {"ilr": 0.1})], 1))
+        list(pool.outcomes([(0, {"ilr": 0.1})], 1, 1))
 
 
 KEYS = (

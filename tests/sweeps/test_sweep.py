@@ -131,6 +131,39 @@ def test_halving_leaves_the_survivors_as_they_are() -> None:
     assert all(t.halved for t in halved.trials if t.ended)
 
 
+@pytest.mark.parametrize("batch", [1, 3, 7])
+def test_halving_compares_all_points_however_many_run_side_by_side(batch: int) -> None:
+    space = {"ilr": [0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 1e308]}  # of which the last one diverges
+    options = {"space": space, "settings": {"i_u": 5.0, "i_d": 0.0}, "report_seeds": 0, "halving": 2, **OPTIONS}
+    together = tailopt.sweep(TASK, "avg-biclip", **options)
+    parts = tailopt.sweep(TASK, "avg-biclip", batch=batch, **options)
+    assert parts.route.name == together.route.name == "vmap"
+    for trial, same in zip(parts.trials, together.trials, strict=True):
+        assert (trial.number, trial.seed, trial.ended) == (same.number, same.seed, same.ended)
+        assert [r.round for r in trial.rungs] == [r.round for r in same.rungs]
+        assert trial.value("error") == pytest.approx(same.value("error"), rel=1e-9, nan_ok=True)
+
+
+def test_a_sweep_in_parts_goes_on_with_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = ConfigurationBatch.train
+
+    def limited(batch: ConfigurationBatch) -> None:
+        if len(batch._alive) > 2:
+            raise torch.OutOfMemoryError("not enough")
+        train(batch)
+
+    options = {"space": {"ilr": [0.001, 0.003, 0.01, 0.03, 0.1]}, "settings": {"i_u": 5.0, "i_d": 0.0}}
+    options |= {"report_seeds": 0, "halving": 2, **OPTIONS}
+    want = tailopt.sweep(TASK, "avg-biclip", **options).trials
+    monkeypatch.setattr(ConfigurationBatch, "train", limited)
+    with pytest.warns(UserWarning, match="Not enough memory: from here on 2 configurations") as said:
+        found = tailopt.sweep(TASK, "avg-biclip", batch=4, **options).trials
+    assert len([w for w in said if "Not enough memory" in str(w.message)]) == 1
+    for trial, same in zip(found, want, strict=True):
+        assert (trial.number, trial.ended) == (same.number, same.ended)
+        assert trial.value("error") == pytest.approx(same.value("error"), rel=1e-9)
+
+
 def test_settings_that_cannot_run_side_by_side_run_in_turn() -> None:
     space = {"ilr": [0.03, 0.1], "i_u": 5.0, "i_d": 0.0, "inner_momentum": [0.0, 0.5]}
     result = tailopt.sweep(TASK, "avg-biclip", space=space, seeds=[0], report_seeds=0, **OPTIONS)

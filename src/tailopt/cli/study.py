@@ -53,6 +53,7 @@ OPTIONS: Mapping[str, str] = {
     "nodes": "how many nodes, instead of the study's",
     "seeds": "how many seeds are reported",
     "budget": "how many settings are tried for each algorithm",
+    "batch": "how many settings train side by side, instead of as many as the memory holds",
     "settings": "tune (the default), paper, or the results.json of an earlier study",
     "device": "cpu or cuda; by default a GPU where there is one",
 }
@@ -98,7 +99,7 @@ def options_of(study: Study, arguments: argparse.Namespace) -> StudyOptions:
         if name not in study.OPTIONS:
             takes = ", ".join(f"--{option}" for option in study.OPTIONS) or "no options of its own"
             raise ValueError(f"Unknown option: --{name}; the study {arguments.name} has {takes}.")
-    counts = ("nodes", "seeds", "budget")
+    counts = ("nodes", "seeds", "budget", "batch")
     options: dict[str, Any] = {name: parse_value(text) if name in counts else text for name, text in texts.items()}
     command = command_text(arguments.name, {**texts, **({"quick": None} if arguments.quick else {})})
     return StudyOptions(quick=arguments.quick, progress=not arguments.quiet, command=command, **options)

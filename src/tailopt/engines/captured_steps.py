@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,29 @@ class CapturedPrograms:
         """Free the memory of all graphs; what is compiled stays."""
         for entry in self.compiled.values():
             entry.program.release()
+
+
+_shared: ContextVar[dict[str, CapturedPrograms] | None] = ContextVar("programs by inner rule", default=None)
+
+
+@contextmanager
+def sharing_programs(programs: dict[str, CapturedPrograms]) -> Iterator[None]:
+    """Let all batches of configurations inside use the same programs: compiling one takes up to a minute.
+
+    Args:
+        programs: by inner rule, empty at first. All runs that use them must have the same model, loss and precision.
+    """
+    token = _shared.set(programs)
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+def programs_for(inner_rule: str) -> CapturedPrograms:
+    """Return the programs that batches with an inner rule share, or new ones."""
+    shared = _shared.get()
+    return CapturedPrograms() if shared is None else shared.setdefault(inner_rule, CapturedPrograms())
 
 
 class CapturedSteps:

@@ -20,7 +20,7 @@ from torch import Tensor
 from tailopt.algorithms import Algorithm
 from tailopt.arguments import check_choice, check_counts
 from tailopt.engines.batches import BatchSource
-from tailopt.engines.captured_steps import CapturedPrograms
+from tailopt.engines.captured_steps import programs_for
 from tailopt.engines.configuration_rounds import ConfigurationBatch, Configurations, Ended
 from tailopt.engines.configuration_settings import check_one_algorithm
 from tailopt.engines.loop import Reporting
@@ -173,7 +173,7 @@ def _side_by_side(
     task: Configurations, algorithms: Sequence[Algorithm], batch: int | None, memory_limit: int | None
 ) -> ReplicasResult:
     """Run batches of configurations; a batch for which there is not enough memory is halved."""
-    plan, programs = None, CapturedPrograms()
+    plan, programs = None, programs_for(str(algorithms[0].inner))
     route = _route(task, algorithms)
     if batch is None:
         batch, plan = planned_batch(task, algorithms, memory_limit)

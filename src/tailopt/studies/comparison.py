@@ -23,7 +23,7 @@ from tailopt.tasks.table import task
 from tailopt.tasks.task import Task
 
 # options that every comparison takes, besides its own
-COMPARISON_OPTIONS = ("algorithms", "seeds", "budget", "settings", "device")
+COMPARISON_OPTIONS = ("algorithms", "seeds", "budget", "batch", "settings", "device")
 # what `--quick` runs: arguments of `simulate`, and settings of the task
 QUICK_RUN: Mapping[str, Any] = {"nodes": 2, "rounds": 1, "local_steps": 1, "batch_size": 4}
 FEW_POINTS: Mapping[str, Any] = {"budget": 2, "widenings": 0, "tuning_seeds": (100,)}
@@ -68,6 +68,7 @@ class ComparisonPlan:
         settings: "tune"; "paper": the paper's best settings; or the results.json of an earlier study, whose settings
             are taken. With the last two nothing is tuned.
         device: None is a GPU where there is one.
+        batch: how many points train side by side; None is as many as the memory holds.
     """
 
     columns: Mapping[str, TaskSpec]
@@ -82,6 +83,7 @@ class ComparisonPlan:
     run: Mapping[str, Any] = field(default_factory=dict)
     settings: str = "tune"
     device: str | None = None
+    batch: int | None = None
 
     @property
     def trials(self) -> int:
@@ -140,6 +142,7 @@ def with_options(plan: ComparisonPlan, options: StudyOptions) -> ComparisonPlan:
         budget=options.budget or plan.budget,
         settings=options.settings or plan.settings,
         device=options.device or plan.device,
+        batch=options.batch or plan.batch,
     )
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from tailopt.engines.batches import to_device
+from tailopt.engines.captured_steps import CapturedPrograms, sharing_programs
 from tailopt.paper import paper_settings
 from tailopt.records import disk
 from tailopt.studies.comparison import AlgorithmResult, Comparison, ComparisonPlan, SeedRun, slug
@@ -72,6 +73,7 @@ class _Search:
         self._task = plan.columns[column].build()
         self._space: Space = SPACES[plan.space]
         self._at_edge: list[Edge] = []
+        self._programs: dict[str, CapturedPrograms] = {}  # on a GPU, of all sweeps of this column
 
     def run(self) -> None:
         """Search the settings of all algorithms; widen ranges whose ends hold a best point, and search again."""
@@ -108,21 +110,23 @@ class _Search:
         plan = self._plan
         points, seeds = self._points(name, space)
         folder = self._out / "sweeps" / f"{slug(self._column)}-{name}-{digest(_as_text(points))[:8]}"
-        return sweep(
-            self._task,
-            name,
-            space=points,
-            budget=plan.budget,
-            settings=dict(plan.fixed.get(name, {})),
-            seeds=seeds,
-            report_seeds=plan.seeds if report else 0,
-            halving=plan.halving,
-            curves=True,
-            device=resolve_device(plan.device),
-            run=folder,
-            progress=self._progress,
-            **plan.overrides(self._column),
-        )
+        with sharing_programs(self._programs):
+            return sweep(
+                self._task,
+                name,
+                space=points,
+                budget=plan.budget,
+                settings=dict(plan.fixed.get(name, {})),
+                seeds=seeds,
+                report_seeds=plan.seeds if report else 0,
+                halving=plan.halving,
+                curves=True,
+                device=resolve_device(plan.device),
+                batch=plan.batch,
+                run=folder,
+                progress=self._progress,
+                **plan.overrides(self._column),
+            )
 
     def _points(self, name: str, space: Space) -> tuple[Any, Sequence[int] | int]:
         """Where an algorithm is searched, and the tuning seeds; one point and none where its settings are given."""
@@ -289,9 +293,9 @@ def duration(seconds: float) -> str:
 def _same_study(plan: ComparisonPlan, path: Path) -> dict[str, Any]:
     """The content of plan.json; raises where the folder holds another study.
 
-    Seeds, algorithms, columns and points may be added.
+    Seeds, algorithms, columns and points may be added; device and batch do not decide what a study is.
     """
-    new = replace(plan, seeds=(), algorithms=(), budget=0, device=None).as_json()
+    new = replace(plan, seeds=(), algorithms=(), budget=0, device=None, batch=None).as_json()
     if path.is_file():
         old = json.loads(path.read_text(encoding="utf-8"))
         both = old["columns"].keys() & new["columns"].keys()

@@ -25,7 +25,8 @@ class StudyOptions:
         model, tokenizer, data: folders, files or public names instead of the preset's.
         algorithms: names separated by commas.
         nodes, seeds: how many.
-        budget: how many random settings are tried for each algorithm.
+        budget: how many settings are tried for each algorithm.
+        batch: how many of them train side by side, instead of as many as the memory holds.
         settings: "tune", "paper", or the results.json of an earlier study.
         device: None is a GPU where there is one.
         command: how the study was started, for its report; empty where it was called from Python.
@@ -47,12 +48,13 @@ class StudyOptions:
     nodes: int | None = None
     seeds: int | None = None
     budget: int | None = None
+    batch: int | None = None
     settings: str | None = None
     device: str | None = None
     command: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "seeds", "budget"):
+        for name in ("nodes", "seeds", "budget", "batch"):
             count = getattr(self, name)
             if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
                 raise ValueError(f"Invalid {name}: got {count!r}; need a whole number, 1 or more.")

@@ -35,8 +35,8 @@ class Executor(Protocol):
 
     workers: int
 
-    def outcomes(self, points: Sequence[NumberedPoint], batch: int) -> Iterator[Outcome]:
-        """Train points in batches; yields what each batch leaves, as it is done."""
+    def outcomes(self, points: Sequence[NumberedPoint], batch: int, at_once: int) -> Iterator[Outcome]:
+        """Train points in batches, so many at once; yields what each batch leaves, as it is done."""
 
     def close(self) -> None:
         """Let go of processes."""
@@ -64,11 +64,11 @@ class Local:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
-    def outcomes(self, points: Sequence[NumberedPoint], batch: int) -> Iterator[Outcome]:
+    def outcomes(self, points: Sequence[NumberedPoint], batch: int, at_once: int) -> Iterator[Outcome]:
         """Train one batch after another; where the memory held fewer points, later batches are smaller as well."""
         left = list(points)
         while left:
-            outcome = self._trainer.train(left[:batch])
+            outcome = self._trainer.train(left[:batch], at_once)
             left = left[batch:]
             batch = min(batch, outcome.batch)
             yield outcome
@@ -86,12 +86,12 @@ class Processes:
         self._arguments = (job, torch.get_num_threads())
         self._pool: ProcessPoolExecutor | None = None
 
-    def outcomes(self, points: Sequence[NumberedPoint], batch: int) -> Iterator[Outcome]:
+    def outcomes(self, points: Sequence[NumberedPoint], batch: int, at_once: int) -> Iterator[Outcome]:
         """Train batches side by side in the workers; those of a killed worker are trained again."""
         left = batches_of(points, batch)
         failures = 0
         while left:
-            running, left = self._submit(left)
+            running, left = self._submit(left, at_once)
             while running:
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
@@ -111,13 +111,13 @@ class Processes:
                 left.sort(key=lambda part: part[0][0])
 
     def _submit(
-        self, parts: list[list[NumberedPoint]]
+        self, parts: list[list[NumberedPoint]], at_once: int
     ) -> tuple[dict[Future[Outcome], list[NumberedPoint]], list[list[NumberedPoint]]]:
         """Give batches to the workers; returns them, and those that came too late, because a worker was killed."""
         running: dict[Future[Outcome], list[NumberedPoint]] = {}
         for position, part in enumerate(parts):
             try:
-                running[self._started().submit(_train_in_worker, part)] = part
+                running[self._started().submit(_train_in_worker, part, at_once)] = part
             except BrokenProcessPool:
                 return running, parts[position:]
         return running, []
@@ -148,13 +148,13 @@ class Ray:
         # Ray would run a task of a killed worker again by itself; here it is counted, so that it ends some time
         self._train = self._ray.remote(num_cpus=threads, max_retries=0)(_train_in_ray)
 
-    def outcomes(self, points: Sequence[NumberedPoint], batch: int) -> Iterator[Outcome]:
+    def outcomes(self, points: Sequence[NumberedPoint], batch: int, at_once: int) -> Iterator[Outcome]:
         """Train batches as tasks, as many at a time as there are workers; those of a killed one are trained again."""
         left, running, failures = batches_of(points, batch), dict[Any, list[NumberedPoint]](), 0
         while left or running:
             while left and len(running) < self.workers:
                 part = left.pop(0)
-                running[self._train.remote(*self._shared, part)] = part
+                running[self._train.remote(*self._shared, part, at_once)] = part
             (reference, *_), _ = self._ray.wait(list(running), num_returns=1)
             part = running.pop(reference)
             try:
@@ -220,17 +220,17 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _train_in_worker(points: Sequence[NumberedPoint]) -> Outcome:
+def _train_in_worker(points: Sequence[NumberedPoint], at_once: int) -> Outcome:
     assert _trainer is not None
-    return _trainer.train(points)
+    return _trainer.train(points, at_once)
 
 
 _trainers: dict[str, Trainer] = {}  # of a worker of Ray, which may serve several sweeps; the last one
 
 
-def _train_in_ray(sweep: str, job: Job, threads: int, points: Sequence[NumberedPoint]) -> Outcome:
+def _train_in_ray(sweep: str, job: Job, threads: int, points: Sequence[NumberedPoint], at_once: int) -> Outcome:
     if sweep not in _trainers:
         torch.set_num_threads(threads)
         _trainers.clear()
         _trainers[sweep] = Trainer(job)
-    return _trainers[sweep].train(points)
+    return _trainers[sweep].train(points, at_once)

@@ -1,10 +1,9 @@
-"""Successive halving: at a few rungs the worse part of a batch ends, and the better part goes on.
+"""Successive halving: at a few rungs the worse points end, and the better ones go on.
 
     rungs    rounds / factor, rounds / factor^2, ..., but none before a tenth of the rounds: early ranks say little
     kept     at each rung 1 / factor of those that are left, rounded up
 
-The batch is what trains side by side: a configuration is compared with its neighbours, at the same round and on the
-same seeds.
+A point is compared with all others that the same process trains, at the same round and on the same seeds.
 """
 
 from __future__ import annotations

@@ -96,8 +96,9 @@ def sweep(
         seeds: settings are chosen by the mean over these; a number means 0, 1, ... A space of one point leaves nothing
             to choose and may have 0, so that the point is reported alone.
         report_seeds: the best settings are reported on these; a number means those after `seeds`; 0 for no report.
-        halving: end the worse part of a batch early: True keeps a third at one ninth and at one third of the rounds,
-            a number is what is divided by. It saves most of the time, and may end a setting that starts slowly.
+        halving: end the worse points early: True keeps a third at one ninth and at one third of the rounds, a number is
+            what is divided by. It saves most of the time, and may end a setting that starts slowly. Points are compared
+            with all others that the same process trains.
         curves: measure the report after every round, and not only at its end.
         evaluate: model -> numbers by name, for a model: measured at rungs and at the end; `metric` names the one that
             settings are chosen by. By default that is the loss of the last round.
@@ -105,8 +106,8 @@ def sweep(
             reported on their validation data.
         engine: "auto" trains points side by side, and one after another if vmap refuses the model; "vectorized" or
             "sequential" does one of the two. The result has the route and the reason, and a resumed sweep keeps it.
-        batch: how many points are trained at a time, and recorded when they are done; by default as many as fit into
-            `memory_limit` bytes, or half of what is free.
+        batch: how many points are trained at a time, and recorded when they are done (with halving, when all are); by
+            default as many as fit into `memory_limit` bytes, or half of what is free.
         executor: "local", this process; "processes" or "ray", `workers` of them. Batches of the same points give the
             same bits in all of them.
         run: a folder for every trial. A sweep that was killed goes on there with `resume`, and runs no trial twice;
@@ -334,7 +335,10 @@ class _Sweep:
                 self._batch = max(1, min(self._batch // executor.workers, math.ceil(len(missing) / executor.workers)))
         self._divided = self._batch < len(missing)
         self._bar.begin(len(points) - len(missing), len(points), self._plan.tuning.rounds)
-        for outcome in executor.outcomes(missing, self._batch):
+        batch = self._batch
+        if self._plan.halving is not None:  # which compares all points that a process has
+            batch = math.ceil(len(missing) / executor.workers)
+        for outcome in executor.outcomes(missing, batch, at_once=self._batch):
             self._keep(outcome)
             self._bar.add(len(outcome.trials) // len(self._plan.seeds))
 

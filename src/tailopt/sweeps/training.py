@@ -1,8 +1,9 @@
 """Trains batches of points with all seeds of a sweep, and turns what was measured into trials.
 
-Side by side, all points of a batch are one program (`engines.configurations`), and halving ends points inside it. One
-after another, which is for what vmap refuses, every rung runs the points that are left again from the start: the same
-bits, in at most factor / (factor - 1) of the time.
+Side by side, all points of a batch are one program (`engines.configurations`), and halving ends points inside it. Where
+the memory does not hold all of them at once, or vmap refuses the model, every rung runs the points that are left again
+from the start, a few or one at a time: so that halving compares all of them, in at most factor / (factor - 1) of the
+time.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from tailopt.sweeps.problem import Problem
 from tailopt.sweeps.trials import Rung, Trial
 
 NumberedPoint = tuple[int, Mapping[str, Any]]
+# by position of the seed and of the point
+_Rungs = dict[tuple[int, int], list[Rung]]
+_Ends = dict[tuple[int, int], str]
 HIDDEN = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)  # as Python does by default
 Tick = Callable[[int], None]  # after a round
 
@@ -84,6 +88,7 @@ class Trainer:
         self._evaluated: dict[int, torch.nn.Module] = {}  # by position of the seed: where weights are put to evaluate
         self._algorithms: dict[int, Algorithm] = {}  # by number of the point
         self._refused = ""  # why points run one after another; empty while they run side by side
+        self._at_once = 0  # how many points of a batch may run side by side
         halving = job.halving
         self._stages = (*(halving.rungs if halving is not None else ()), problem.rounds)  # where points may end
         self._measured = tuple(range(1, problem.rounds + 1)) if job.every_round else self._stages
@@ -94,11 +99,7 @@ class Trainer:
         return next(filter(None, (source.not_repeatable_because for source in self._sources)), "")
 
     def planned(self, points: Sequence[NumberedPoint], memory_limit: int | None) -> int:
-        """Return how many of these points are to be trained at a time: as many as the memory holds side by side.
-
-        One after another, each is a batch of its own, so that it is recorded when it is done; with halving, all of
-        them are one.
-        """
+        """Return how many of these points are to be trained at a time: as many as the memory holds, or one."""
         algorithms = [self._algorithm(point) for point in points]
         key = stacking_key(algorithms[0])
         alike = [a for a in algorithms if stacking_key(a) == key]
@@ -110,10 +111,11 @@ class Trainer:
                 return len(points) if plan is None or fitting == len(alike) else fitting
             except (VmapRefused, ReplicasDiffer) as error:
                 self._refuse(error)
-        return len(points) if self.job.halving is not None else 1
+        return 1
 
-    def train(self, points: Sequence[NumberedPoint]) -> Outcome:
-        """Train a batch of points."""
+    def train(self, points: Sequence[NumberedPoint], at_once: int | None = None) -> Outcome:
+        """Train a batch of points, so many of them side by side; by default all."""
+        self._at_once = min(at_once or len(points), len(points))
         algorithms = [self._algorithm(point) for point in points]
         groups: dict[Any, list[int]] = {}
         for position, one in enumerate(algorithms):
@@ -155,6 +157,9 @@ class Trainer:
         """Train points that can run side by side; returns their trials, the route, and how many ran at a time."""
         if not self._is_sequential:
             try:
+                if self._at_once < len(points):
+                    rungs, ended, route = self._rung_by_rung(algorithms, self._a_few_at_a_time)
+                    return self._trials(points, rungs, ended, route), route, len(points)
                 everybody = range(len(self._models))
                 task = self._task(algorithms[0].inner_state, everybody, self.job.problem.rounds, judged=True)
                 result = train_configurations(task, algorithms, "vectorized", batch=len(algorithms))
@@ -163,35 +168,63 @@ class Trainer:
                 return self._trials(points, rungs, ended, result.route), result.route, result.batch
             except (VmapRefused, ReplicasDiffer) as error:
                 self._refuse(error)
-        route = Route(SEQUENTIAL, self._refused or "asked for")
-        rungs, ended = self._one_after_another(algorithms)
+        rungs, ended, route = self._rung_by_rung(algorithms, self._one_after_another)
         return self._trials(points, rungs, ended, route), route, len(points)
 
-    def _one_after_another(
-        self, algorithms: Sequence[Algorithm]
-    ) -> tuple[dict[tuple[int, int], list[Rung]], dict[tuple[int, int], str]]:
-        """Run all points to the first rung, those that are left to the second, and so on."""
+    def _one_after_another(self, algorithms: Sequence[Algorithm], rounds: int) -> tuple[_Rungs, _Ends, Route]:
+        """Run every point with every seed on its own."""
+        rungs, ended = _Rungs(), _Ends()
+        for r in range(len(self._models)):
+            result = train_configurations(self._task(algorithms[0].inner_state, [r], rounds), algorithms, SEQUENTIAL)
+            ended |= {(r, c): end.reason for (_, c), end in result.ended.items()}
+            measured = _rungs_of(result, [t for t in self._measured if t <= rounds])
+            rungs |= {(r, c): found for (_, c), found in measured.items()}
+        return rungs, ended, Route(SEQUENTIAL, self._refused or "asked for")
+
+    def _a_few_at_a_time(self, algorithms: Sequence[Algorithm], rounds: int) -> tuple[_Rungs, _Ends, Route]:
+        """Run points side by side, as many as fit."""
+        task = self._task(algorithms[0].inner_state, range(len(self._models)), rounds)
+        rungs, ended = _Rungs(), _Ends()
+        start = 0
+        while start < len(algorithms):
+            some = list(algorithms[start : start + self._at_once])
+            count = len(some)
+            if self._device.type == "cuda":  # another number of points would be another program to compile
+                some += [some[-1]] * (self._at_once - count)
+            result = train_configurations(task, some, "vectorized", batch=len(some))
+            self._at_once = min(self._at_once, result.batch)  # smaller where the memory was not enough
+            ended |= {(r, start + c): end.reason for (r, c), end in result.ended.items() if c < count}
+            measured = _rungs_of(result, [t for t in self._measured if t <= rounds])
+            rungs |= {(r, start + c): found for (r, c), found in measured.items() if c < count}
+            start += count
+        return rungs, ended, result.route
+
+    def _rung_by_rung(
+        self,
+        algorithms: Sequence[Algorithm],
+        run: Callable[[Sequence[Algorithm], int], tuple[_Rungs, _Ends, Route]],
+    ) -> tuple[_Rungs, _Ends, Route]:
+        """Run all points to the first rung, those that are left to the second, and so on.
+
+        run: (algorithms, rounds) -> what was measured, by seed and position, what ended, and the route.
+        """
         seeds = range(len(self._models))
-        rungs: dict[tuple[int, int], list[Rung]] = {}
-        ended: dict[tuple[int, int], str] = {}
+        rungs, ended = _Rungs(), _Ends()
         left = list(range(len(algorithms)))
         for rounds in self._stages:
-            some = [algorithms[c] for c in left]
-            for r in seeds:
-                task = self._task(some[0].inner_state, [r], rounds)
-                result = train_configurations(task, some, SEQUENTIAL)
-                ended |= {(r, left[c]): end.reason for (_, c), end in result.ended.items()}
-                measured = _rungs_of(result, [t for t in self._measured if t <= rounds])
-                rungs |= {(r, left[c]): found for (_, c), found in measured.items()}
-            if self.job.halving is None or rounds == self._stages[-1]:
-                continue
-            scores = [self._score([rungs[r, c] for r in seeds], rounds) for c in left]
-            for position, reason in self.job.halving.losers(rounds, scores).items():
-                ended |= {(r, left[position]): reason for r in seeds if (r, left[position]) not in ended}
+            measured, ends, route = run([algorithms[c] for c in left], rounds)
+            ended |= {(r, left[c]): reason for (r, c), reason in ends.items()}
+            rungs |= {(r, left[c]): found for (r, c), found in measured.items()}
             left = [c for c in left if not all((r, c) in ended for r in seeds)]
             if not left:
                 break
-        return rungs, ended
+            if self.job.halving is None or rounds == self._stages[-1]:
+                continue
+            scores = [self._score([rungs[r, c] for r in seeds], rounds) for c in left]
+            losers = self.job.halving.losers(rounds, scores)
+            ended |= {(r, left[i]): reason for i, reason in losers.items() for r in seeds if (r, left[i]) not in ended}
+            left = [c for i, c in enumerate(left) if i not in losers]
+        return rungs, ended, route
 
     def _trials(
         self,
