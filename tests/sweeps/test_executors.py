@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -71,8 +72,8 @@ def test_ray_gives_the_same_bits_after_a_kill(tmp_path: Path) -> None:
         ray.shutdown()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
-def test_a_missing_ray_names_the_extra() -> None:
+def test_a_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r'executor="ray" needs Ray, the extra \[ray\]: .*install'):
         tailopt.sweep("gaussian", "avg-sgd", executor="ray", **ARGUMENTS)
 

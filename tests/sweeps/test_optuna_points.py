@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def test_spaces_without_an_interval_are_refused(space) -> None:
         tailopt.sweep("gaussian", "avg-sgd", space=space, **OPTIONS)
 
 
-@pytest.mark.skipif(INSTALLED, reason="Optuna is installed")
-def test_a_missing_optuna_names_the_extra() -> None:
+def test_a_missing_optuna_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ImportError, match=r"needs Optuna, the extra \[optuna\]: .*install"):
         tailopt.sweep("gaussian", "avg-sgd", space=SPACE, **OPTIONS)
