@@ -60,7 +60,14 @@ def test_it_is_what_the_library_finds(capsys: pytest.CaptureFixture[str]) -> Non
         (["--algorithm", "avg-sgd", "--space.ilr", "0.1", "--space", "paper"], "exclude each other"),
         (["--algorithm", "avg-sgd", "--space.ilr"], "--space.ilr needs a value"),
         (["--space.ilr", "0.1"], "Invalid algorithm: none is named"),
-        (["--algorithm", "avg-sgd", "--budget", "many"], "Invalid budget: 'many'"),
+        (["--algorithm", "avg-sgd", "--budget", "many"], "Invalid budget: got 'many'"),
+        (["--algorithm", "avg-sgd", "--space.ilr", "0.1", "--top", "abc"], "Invalid top: got 'abc'"),
+        (
+            ["--algorithm", "avg-sgd", "--space.ilr", "0.1", "--figure", "x.unknown"],
+            "Invalid figure: 'x.unknown' ends in 'unknown'",
+        ),
+        (["--algorithm", "avg-sgd", "--space.ilr", "0.1", "--resume"], "Give it: --run FOLDER"),
+        (["--algorithm", "avg-sgd", "--space.ilr", "0.1", "--run", __file__], "is a file; need a folder"),
         (["--algorithm", "avg-sgd", "--space.ilr", "0.1", "--rounds", "0"], "Invalid rounds: 0"),
     ],
 )

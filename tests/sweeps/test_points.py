@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from tailopt.paper.grids import points as paper_points
@@ -71,11 +72,37 @@ def test_spellings_of_a_grid() -> None:
         ({"ilr": [0.1]}, 0, "Invalid budget: 0"),
         ({"i_d": {"upper": "i_u", "start": 0.0, "num": 3}}, None, "i_d ends at i_u"),
         (3, 5, "Invalid space: 3"),
+        ({1: [0.1]}, 5, "1 names no setting"),
+        ({"i_move": [0.1]}, 5, "i_move refers to i_u, which is None here"),
+        (
+            {"i_move": [0.1], "i_u": [0.0, 1.0]},
+            5,
+            "i_move refers to i_u, which is 0.0 here; need a finite number above",
+        ),
+        ({"i_share": [0.1], "i_u": "auto"}, 5, "i_share refers to i_u, which is 'auto' here"),
+        ({"ilr": {"low": 0.1, "high": 1.0, "num": 0}}, 5, "Invalid num of ilr: got 0; need a whole number, 1 or more"),
+        ({"ilr": {"low": 0.1, "high": 1.0, "num": "x"}}, 5, "Invalid num of ilr: got 'x'"),
+        ({"ilr": {"low": None, "high": 1.0}}, 5, r"Invalid range: \[None, 1.0\]; need two finite numbers"),
+        ({"ilr": {"low": 0.1, "high": float("inf")}}, 5, r"Invalid range: \[0.1, inf\]"),
     ],
 )
 def test_bad_spaces(space, budget, message) -> None:
     with pytest.raises(ValueError, match=message):
         sweep_points("avg-sgd", space, budget)
+
+
+def test_settings_that_all_points_have_count() -> None:
+    found = sweep_points("avg-biclip", {"i_move": [0.1, 0.2]}, None, fixed={"i_u": 0.5, "i_d": 0.0})
+    assert found.settings == ({"ilr": 0.2}, {"ilr": 0.4})
+    dropped = sweep_points("avg-biclip", {"ilr": 0.1, "i_u": [0.1, 0.5]}, None, fixed={"i_d": 0.2})
+    assert dropped.settings == ({"ilr": 0.1, "i_u": 0.5},) and dropped.dropped == 1
+    drawn = sweep_points("avg-biclip", {"i_u": Range(0.1, 0.5)}, 8, fixed={"ilr": 0.1, "i_d": 0.2})
+    assert drawn.dropped and all(point["i_u"] >= 0.2 for point in drawn.settings)
+
+
+def test_numbers_of_other_libraries_become_pythons() -> None:
+    (point,) = sweep_points("avg-biclip", {"ilr": np.float64(0.5), "i_u": [np.float32(0.25)], "i_d": 0}, None).settings
+    assert [type(value) for value in point.values()] == [float, float, int]
 
 
 def test_settings_are_checked_before_anything_is_trained() -> None:

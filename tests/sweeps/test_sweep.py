@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -131,6 +132,65 @@ def test_halving_leaves_the_survivors_as_they_are() -> None:
     assert all(t.halved for t in halved.trials if t.ended)
 
 
+def test_thresholds_that_are_auto_run_one_after_another_and_the_reason_is_kept() -> None:
+    settings = {"i_u": "auto", "i_d": "auto"}
+    result = tailopt.sweep(TASK, "avg-biclip", space={"ilr": [0.01, 0.1]}, settings=settings, seeds=1, **OPTIONS)
+    assert result.route.name == "sequential" and 'thresholds that are "auto"' in result.route.reason
+    last = simulated(result.trials[1].settings, seed=0)[-1]["metrics"]["error"]
+    assert result.trials[1].value("error") == pytest.approx(last, rel=1e-12)
+    with pytest.raises(ValueError, match='Invalid engine: "vectorized", but thresholds that are "auto"'):
+        tailopt.sweep(TASK, "avg-biclip", space={"ilr": [0.1]}, settings=settings, engine="vectorized", **OPTIONS)
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), np.ones(2), "0.5", None, 1j, torch.ones(1, dtype=torch.complex64)])
+def test_a_metric_that_is_no_number_is_refused_before_anything_is_recorded(value, tmp_path) -> None:
+    options = {"space": {"ilr": [0.01, 0.1]}, "seeds": 1, "rounds": 2, "local_steps": 1, "loss": squares}
+    options |= {"data": TASK.nodes(0, 2), "batch_size": 8, "metric": "x", "lower_is_better": True, "progress": False}
+    options["run"], model = tmp_path / "a", nn.Linear(6, 1).double()
+    with pytest.raises(ValueError, match="Invalid evaluate: its 'x' is .*; need a number"):
+        tailopt.sweep(model, "avg-sgd", evaluate=lambda model: {"x": value}, **options)
+    found = tailopt.sweep(model, "avg-sgd", evaluate=lambda model: {"x": 1.0}, **options)
+    assert found.best.value == 1.0
+
+
+def test_a_loss_that_is_not_a_number_leaves_the_metric() -> None:
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return squares(model, batch) + float("nan")
+
+    found = tailopt.sweep(
+        nn.Linear(6, 1).double(), "avg-sgd", space={"ilr": [0.01]}, seeds=1, report_seeds=0, rounds=2, local_steps=1,
+        loss=loss, data=TASK.nodes(0, 2), batch_size=8, evaluate=lambda model: {"x": 3.0}, metric="x",
+        lower_is_better=True, progress=False,
+    )  # fmt: skip
+    assert found.best.value == 3.0 and math.isnan(found.trials[0].rungs[-1].loss)
+
+
+class WithConstant(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 1)
+        self.register_buffer("seen", torch.zeros(()))
+
+
+def test_an_evaluation_that_writes_into_a_buffer_does_not_change_the_next_one() -> None:
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        model.seen += 1.0
+        return {"seen": float(model.seen)}
+
+    found = tailopt.sweep(
+        WithConstant().double(), "avg-sgd", space=[{"ilr": 0.1}] * 3, seeds=1, report_seeds=0, rounds=1, local_steps=1,
+        loss=squares, data=TASK.nodes(0, 2), batch_size=8, evaluate=evaluate, metric="seen", lower_is_better=True,
+        progress=False,
+    )  # fmt: skip
+    assert found.route.name == "vmap" and [t.value("seen") for t in found.trials] == [1.0, 1.0, 1.0]
+
+
+def test_where_nothing_is_finite_the_result_says_so() -> None:
+    found = tailopt.sweep(TASK, "avg-sgd", space={"ilr": [1e308, 1e307]}, **OPTIONS)
+    assert "No point has a finite error" in found.summary()
+    with pytest.raises(ValueError, match="nothing to draw: no point has a finite error"):
+        found.plot()
+
+
 @pytest.mark.parametrize("batch", [1, 3, 7])
 def test_halving_compares_all_points_however_many_run_side_by_side(batch: int) -> None:
     space = {"ilr": [0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 1e308]}  # of which the last one diverges
@@ -252,9 +312,9 @@ def test_reports_run_side_by_side_after_a_resume_too(tmp_path, monkeypatch: pyte
     batches: list[int] = []
     real = Trainer.train
 
-    def counting(self: Trainer, points):
+    def counting(self: Trainer, points, at_once=None):
         batches.append(len(points) * len(self.job.seeds))
-        return real(self, points)
+        return real(self, points, at_once)
 
     monkeypatch.setattr(Trainer, "train", counting)
     tailopt.sweep(TASK, "avg-sgd", report_seeds=4, **run)
@@ -285,6 +345,10 @@ def test_a_figure(tmp_path) -> None:
         ({"seeds": 0, "report_seeds": 0}, "Invalid seeds: 0, and report_seeds is 0 too"),
         ({"seeds": 0, "space": {"ilr": [0.1, 0.2]}}, "Invalid seeds: 0, but the space has 2 points"),
         ({"curves": 1}, "Invalid curves: 1"),
+        ({"seeds": -1}, "Invalid seeds: got -1; need a whole number, 0 or more. Or give a list"),
+        ({"report_seeds": -2}, "Invalid report_seeds: got -2"),
+        ({"memory_limit": 0}, "Invalid memory_limit: 0"),
+        ({"memory_limit": "1GB"}, "Invalid memory_limit: '1GB'"),
     ],
 )
 def test_bad_arguments(arguments, message) -> None:

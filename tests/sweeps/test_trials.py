@@ -11,14 +11,18 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tailopt
 from tailopt.records.checked_json import DamagedRecord
+from tailopt.sweeps.executors import Local
 from tailopt.sweeps.trials import SWEEP, TRIALS, Rung, Trial, TrialFolder, batch_lines, parse_line
+from tailopt.tasks.synthetic import Synthetic
 
 CONFIG = {"algorithm": "avg-sgd", "space": {"ilr": [0.1, 0.3]}, "projection": None, "seeds": [0, 1]}
 
@@ -77,6 +81,74 @@ def test_a_damaged_batch_runs_again_and_the_others_stay(tmp_path: Path) -> None:
     assert [t.number for t in folder.trials] == [0, 0, 1, 1, 4, 4, 5, 5]
     with pytest.raises(ValueError, match="does not fit its digest"):
         parse_line(LINES[0].splitlines()[0].replace(b'"seed": 0', b'"seed": 1'))
+
+
+def test_batches_that_are_there_twice_count_once(tmp_path: Path) -> None:
+    folder = TrialFolder(tmp_path, CONFIG, resume=True)
+    folder.close()
+    (tmp_path / TRIALS).write_bytes(b"".join([*LINES, LINES[0]]))
+    with pytest.warns(UserWarning, match="or there twice"):
+        again = TrialFolder(tmp_path, CONFIG, resume=True)
+    again.close()
+    assert len(again.trials) == len({(t.number, t.seed) for t in again.trials})
+    assert (tmp_path / TRIALS).read_bytes() == b"".join(LINES)
+
+
+OBJECTIVE = {"space": {"ilr": [0.01, 0.1]}, "seeds": 1, "report_seeds": 1, "rounds": 2, "local_steps": 1}
+OBJECTIVE |= {"metric": "x", "lower_is_better": True, "batch_size": 8, "progress": False}
+
+
+def other(model: torch.nn.Module) -> dict[str, float]:
+    return {"x": 2.0}
+
+
+def test_another_objective_is_refused(tmp_path: Path) -> None:
+    nodes = Synthetic(samples=60, dimension=4).nodes(0, 3)
+
+    def evaluate(model: torch.nn.Module) -> dict[str, float]:
+        return {"x": 1.0}
+
+    def run(**more: Any) -> None:
+        arguments = {"data": nodes, "evaluate": evaluate, "loss": loss, **OBJECTIVE, **more}
+        tailopt.sweep(torch.nn.Linear(4, 1), "avg-sgd", run=tmp_path, **arguments)
+
+    run()
+    for more, message in [
+        ({"evaluate": other}, "evaluate is 'function other'"),
+        ({"test": other}, "test is 'function other'"),
+        ({"lower_is_better": False}, "lower_is_better is False, and was True"),
+        ({"data": [*nodes[:2], torch.utils.data.Subset(nodes[2], range(9))]}, "samples is .* 9.0.*, and was"),
+        ({"data": [nodes[0], nodes[2], nodes[1]]}, "first_batches is"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run(**more)
+
+
+def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    return (model(batch[0]).squeeze(-1) - batch[1]).square().mean()
+
+
+def test_a_stopped_sweep_halves_the_same_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three groups of points, as with three workers; the sweep stops after the second one was recorded."""
+    monkeypatch.setattr(Local, "workers", 3)
+    arguments = {"space": {"ilr": [0.001 * 1.5**k for k in range(12)]}, "budget": None, "seeds": 1, "report_seeds": 0}
+    arguments |= {"rounds": 9, "halving": 2, "progress": False}
+    want = tailopt.sweep("gaussian", "avg-sgd", **arguments)
+    append, left = TrialFolder.append, [2]
+
+    def stopping(self: TrialFolder, trials: Any) -> None:
+        append(self, trials)
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(TrialFolder, "append", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        tailopt.sweep("gaussian", "avg-sgd", run=tmp_path, **arguments)
+    monkeypatch.setattr(Local, "workers", 1)  # another machine
+    found = tailopt.sweep("gaussian", "avg-sgd", run=tmp_path, **arguments)
+    assert [(t.number, t.ended) for t in found.trials] == [(t.number, t.ended) for t in want.trials]
+    assert {t.ended for t in want.trials if "of 4" in t.ended}
 
 
 def test_another_sweep_is_refused_with_the_difference(tmp_path: Path) -> None:

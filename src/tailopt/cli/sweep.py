@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from tailopt.algorithms import canonical_name
+from tailopt.arguments import whole_number
 from tailopt.cli.config_file import Tables, sections
 from tailopt.cli.configuration import Configuration, resolve_task_and_run
 from tailopt.cli.overrides import Overrides, apply_overrides
 from tailopt.cli.run_settings import RunSettings
 from tailopt.cli.setting_values import parse_toml, parse_value
 from tailopt.cli.tables import print_table
+from tailopt.figures.style import check_figure_file
 from tailopt.sweeps.executors import EXECUTORS
 from tailopt.sweeps.result import SweepResult
 from tailopt.sweeps.sweep import SAMPLERS, sweep
@@ -77,6 +79,11 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     if not isinstance(name, str):
         raise ValueError("Invalid algorithm: none is named. Give one: --algorithm bi2clip (`tailopt list algorithms`).")
     task_table, run = resolve_task_and_run(tables)
+    top = whole_number("top", parse_value(arguments.top), low=1)
+    if arguments.resume and arguments.run is None:
+        raise ValueError("Invalid resume: no folder is named. Give it: --run FOLDER.")
+    if arguments.figure is not None:
+        check_figure_file(arguments.figure)  # before hours of training, not after them
     configuration = Configuration(task_table, {"name": canonical_name(name)}, run, dict(tables["schedules"]))
     try:
         result = sweep(
@@ -93,15 +100,17 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
             **_given(arguments),
             **_run_arguments(run),
         )
-    except FileExistsError:
+    except FileExistsError as error:
+        if arguments.resume or not (Path(arguments.run) / SWEEP).exists():
+            raise
         raise FileExistsError(
             f"Invalid run: {arguments.run} has a sweep in it already. Add --resume to go on with it, or give another "
             "--run."
-        ) from None
+        ) from error
     except KeyboardInterrupt:
         print(_stop_message(arguments.run), file=sys.stderr)
         return 130
-    print_result(result, int(arguments.top))
+    print_result(result, top)
     written = [] if result.run is None else [f"wrote {result.run}: {SWEEP}, {TRIALS}, table.md"]
     if arguments.figure is not None:
         result.plot(arguments.figure)
@@ -147,7 +156,8 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     found = {name: getattr(arguments, name) for name in ("seeds", "report_seeds", "halving", "workers", "batch")}
     values = {name: parse_value(text) for name, text in found.items() if text is not None}
     if arguments.budget is not None:
-        values["budget"] = None if arguments.budget == "all" else parse_value(arguments.budget)
+        number = None if arguments.budget == "all" else parse_value(arguments.budget)
+        values["budget"] = number if number is None else whole_number("budget", number, low=1, hint='Or give "all".')
     return values
 
 

@@ -155,18 +155,23 @@ def train_configurations(
 
 
 def _why_sequential(algorithms: Sequence[Algorithm], engine: str) -> str:
-    """Return why the configurations cannot run side by side; empty if they may."""
+    """Return why the configurations run one after another; empty if they may run side by side."""
     if engine == SEQUENTIAL:
         return "asked for"
-    reason = ""
-    classes = [side for side in (algorithms[0].outer, algorithms[0].inner) if not isinstance(side, str)]
-    if classes:
-        reason = f"{classes[0].__name__} is a class of torch.optim, which steps on one model at a time"
-    elif any(is_auto(a.hparams(side).get("u")) for a in algorithms for side in ("outer", "inner")):
-        reason = 'thresholds that are "auto" follow the gradients of one configuration at a time'
+    reason = why_one_after_another(algorithms)
     if reason and engine == "vectorized":
         raise ValueError(f'Invalid engine: "vectorized", but {reason}. Take engine="auto" or "sequential".')
     return reason
+
+
+def why_one_after_another(algorithms: Sequence[Algorithm]) -> str:
+    """Return what about these algorithms cannot run side by side; empty if nothing."""
+    classes = [side for side in (algorithms[0].outer, algorithms[0].inner) if not isinstance(side, str)]
+    if classes:
+        return f"{classes[0].__name__} is a class of torch.optim, which steps on one model at a time"
+    if any(is_auto(a.hparams(side).get("u")) for a in algorithms for side in ("outer", "inner")):
+        return 'thresholds that are "auto" follow the gradients of one configuration at a time'
+    return ""
 
 
 def _side_by_side(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -65,6 +66,15 @@ class LineStyle:
             {'color': '#0072B2', 'linestyle': '--', 'marker': 'o'}
         """
         return {"color": self.hex, "linestyle": self.dashes, "marker": self.marker}
+
+
+def check_figure_file(file: str) -> None:
+    """Raise ValueError for a file that matplotlib cannot write a figure to, by its ending."""
+    known = sorted(pyplot().figure().canvas.get_supported_filetypes())
+    pyplot().close()
+    ending = Path(file).suffix.removeprefix(".").lower()
+    if ending not in known:
+        raise ValueError(f"Invalid figure: {file!r} ends in {ending!r}; need one of {', '.join(known)}.")
 
 
 def pyplot() -> ModuleType:

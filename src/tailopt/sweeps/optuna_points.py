@@ -29,11 +29,13 @@ class OptunaPoints:
         dropped: how many proposals were passed over, because their lower threshold exceeds the upper one.
     """
 
-    def __init__(self, algorithm: str, space: SpaceLike, seed: int, lower_is_better: bool) -> None:
+    def __init__(
+        self, algorithm: str, space: SpaceLike, seed: int, lower_is_better: bool, fixed: Mapping[str, Any]
+    ) -> None:
         sentence = 'sampler="optuna" needs Optuna, the extra [optuna]'
         self._optuna: Any = require("optuna", sentence, extra="optuna")
         self._distributions = {key: self._distribution(value) for key, value in dimensions_of(space).items()}
-        self._seed = (seed, f"optuna {algorithm}")
+        self._seed, self._fixed = (seed, f"optuna {algorithm}"), fixed
         self._direction = "minimize" if lower_is_better else "maximize"
         self._told: list[Any] = []
         self._generation = 0
@@ -55,8 +57,8 @@ class OptunaPoints:
             dropped = 0
             while len(found) < count:
                 trial = study.ask(self._distributions)
-                settings = settings_at(dict(trial.params))
-                if exceeds(settings):
+                settings = settings_at(dict(trial.params), self._fixed)
+                if exceeds({**self._fixed, **settings}):
                     study.tell(trial, state=optuna.trial.TrialState.FAIL)
                     dropped += 1
                     if dropped == MOST_DROPPED:

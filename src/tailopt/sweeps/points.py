@@ -13,6 +13,7 @@ n-th point depends on the space and the seed alone: a larger budget adds points 
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast, get_args
@@ -21,7 +22,7 @@ import torch
 from torch.quasirandom import SobolEngine
 
 from tailopt.algorithms import algorithm as named_algorithm
-from tailopt.arguments import is_number
+from tailopt.arguments import is_number, whole_number
 from tailopt.paper.grids import Lower, Which, linspace
 from tailopt.paper.grids import points as paper_points
 from tailopt.seeds import derive_seed, generator
@@ -53,11 +54,15 @@ class Points:
     available: int | None
 
 
-def sweep_points(algorithm: str, space: SpaceLike, budget: int | None, seed: int = 0) -> Points:
+def sweep_points(
+    algorithm: str, space: SpaceLike, budget: int | None, seed: int = 0, fixed: Mapping[str, Any] | None = None
+) -> Points:
     """Return the points of a space, at most `budget` of them; None for all points of a grid.
 
     Part of a grid is drawn at random, without repetition. Sobol points are scrambled with a seed for each algorithm.
     Points whose d exceeds u are passed over, and do not count for the budget.
+
+    fixed: settings that all points have.
 
     Examples:
         >>> found = sweep_points("avg-biclip", {"ilr": 0.5, "i_u": [0.01, 0.1], "i_d": [0.0, 0.05]}, budget=None)
@@ -68,12 +73,13 @@ def sweep_points(algorithm: str, space: SpaceLike, budget: int | None, seed: int
     """
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
         raise ValueError(f"Invalid budget: {budget!r}; need a whole number, 1 or more, or None for a whole grid.")
-    dimensions, grid = _space(algorithm, space)
+    fixed = dict(fixed or {})
+    dimensions, grid = _space(algorithm, space, fixed)
     if grid is None:
         if budget is None:
             raise ValueError("Invalid budget: None, but a range has no last point. Give a number, such as budget=64.")
-        return _sobol(dimensions, budget, derive_seed(seed, f"sobol {algorithm}"))
-    kept = [point for point in grid if not exceeds(point)]
+        return _sobol(dimensions, budget, derive_seed(seed, f"sobol {algorithm}"), fixed)
+    kept = [point for point in grid if not exceeds({**fixed, **point})]
     dropped = len(grid) - len(kept)
     if not kept:
         raise ValueError(f"Invalid space: in all of its {len(grid)} points d exceeds u; need d <= u. Lower d.")
@@ -103,7 +109,7 @@ def dimensions_of(space: SpaceLike) -> dict[str, Range | list[Any]]:
         >>> dimensions_of({"ilr": Range(0.1, 1.0), "i_u": 0.5})
         {'ilr': Range(low=0.1, high=1.0, log=True), 'i_u': [0.5]}
     """
-    found = _space("", space)[0] if isinstance(space, Mapping) else {}
+    found = _space("", space, {})[0] if isinstance(space, Mapping) else {}
     if not found or any(isinstance(value, Lower) for value in found.values()):
         raise ValueError(
             f"Invalid space: {space!r}; Optuna needs a mapping from settings to ranges or lists, such as "
@@ -142,7 +148,7 @@ def check_settings(algorithm: str, points: Sequence[Mapping[str, Any]], fixed: M
         named_algorithm(algorithm, **fixed, **point)
 
 
-def _space(algorithm: str, space: SpaceLike) -> tuple[dict[str, Dimension], list[Settings] | None]:
+def _space(algorithm: str, space: SpaceLike, fixed: Settings) -> tuple[dict[str, Dimension], list[Settings] | None]:
     """Return the dimensions of a space, and all of its points, or None if it has a range."""
     if isinstance(space, str):
         if space not in get_args(Which):
@@ -154,11 +160,14 @@ def _space(algorithm: str, space: SpaceLike) -> tuple[dict[str, Dimension], list
     if isinstance(space, Mapping):
         if not space:
             raise ValueError('Invalid space: it is empty; need settings, such as {"ilr": [0.1, 0.3, 1.0]}.')
+        if unnamed := [key for key in space if not isinstance(key, str)]:
+            raise ValueError(f"Invalid space: {unnamed[0]!r} names no setting; need names, such as 'ilr'.")
         dimensions = {key: _dimension(key, value) for key, value in space.items()}
         has_range = any(isinstance(value, Range) for value in dimensions.values())
-        return dimensions, None if has_range else [settings_at(point) for point in _product(dimensions)]
+        return dimensions, None if has_range else [settings_at(point, fixed) for point in _product(dimensions)]
     if isinstance(space, Sequence) and space and all(isinstance(point, Mapping) for point in space):
-        return {}, [settings_at(dict(cast(Mapping[str, Any], point))) for point in space]
+        points = [{k: _plain(v) for k, v in cast(Mapping[str, Any], point).items()} for point in space]
+        return {}, [settings_at(point, fixed) for point in points]
     raise ValueError(f"Invalid space: {space!r}; need a name, a mapping from settings to values, or a list of points.")
 
 
@@ -188,14 +197,21 @@ def _dimension(key: str, value: Dimension) -> Dimension:
     if isinstance(value, Sequence) and not isinstance(value, str):
         if not value:
             raise ValueError(f"Invalid space: {key} has no values; need one or more.")
-        return list(value)
-    return [value]
+        return [_plain(one) for one in value]
+    return [_plain(value)]
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of another library, such as numpy.float64, as one of Python's."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def _lower_or_spaced(key: str, spec: dict[str, Any]) -> Dimension:
     """Return {"low", "high", "num"}, numbers evenly spaced in the logarithm, or {"upper", "start", "num"}, a Lower."""
+    num = whole_number(f"num of {key}", spec.pop("num"), low=1, convert=True)
     try:
-        num = int(spec.pop("num"))
         if "upper" in spec:
             return Lower(num=num, **spec)
         interval = Range(**spec)
@@ -224,7 +240,7 @@ def _low_values(key: str, lower: Lower, point: Mapping[str, Any]) -> list[float]
     return lower(point[lower.upper])
 
 
-def _sobol(dimensions: Mapping[str, Dimension], budget: int, seed: int) -> Points:
+def _sobol(dimensions: Mapping[str, Dimension], budget: int, seed: int, fixed: Settings) -> Points:
     """Draw scrambled Sobol points: intervals by their share, lists by their position."""
     if any(isinstance(value, Lower) for value in dimensions.values()):
         raise ValueError(
@@ -240,8 +256,8 @@ def _sobol(dimensions: Mapping[str, Dimension], budget: int, seed: int) -> Point
     dropped = 0
     while len(kept) < budget:
         shares = engine.draw(1, dtype=torch.float64)[0].tolist()
-        point = settings_at({key: at(share) for (key, at), share in zip(choose.items(), shares, strict=True)})
-        if not exceeds(point):
+        point = settings_at({key: at(share) for (key, at), share in zip(choose.items(), shares, strict=True)}, fixed)
+        if not exceeds({**fixed, **point}):
             kept.append(point)
             continue
         dropped += 1

@@ -82,10 +82,14 @@ class Problem:
             model, source = self.model(seed), self.source(seed)
             names, parameters = trainable(model)
             start = digest(dict(zip(names, [p.detach().cpu() for p in parameters], strict=True)))
-            batch = batch_digest(NodeBatches(source, 0, 1, 0, seed).peek(torch.device("cpu")))
+            batches = [
+                batch_digest(NodeBatches(source, node, 1, 0, seed).peek(torch.device("cpu")))[:16]
+                for node in sorted({0, source.nodes - 1})
+            ]
         return {
             "problem": self.description,
             "loss": storable(self.loss),
+            "evaluate": storable(getattr(self.evaluate, "function", None)),
             "rounds": self.rounds,
             **{key: storable(value) for key, value in self.options.items()},
             "nodes": source.nodes,
@@ -94,8 +98,10 @@ class Problem:
             "schedules": storable(getattr(self.schedules, "schedules", self.schedules)),
             "precision": self.precision,
             "metric": self.metric,
+            "lower_is_better": self.lower_is_better,
+            "samples": source.samples(),
             "first_weights": start[:16],
-            "first_batch": batch[:16],
+            "first_batches": batches,  # of the first and of the last node
         }
 
 
@@ -114,11 +120,11 @@ class WithoutSeed:
     """A user's function of a model, called as one of a model and a seed."""
 
     def __init__(self, function: Callable[[torch.nn.Module], Mapping[str, Any]]) -> None:
-        self._function = function
+        self.function = function
 
     def __call__(self, model: torch.nn.Module, seed: int) -> Mapping[str, Any]:
         """Call the function."""
-        return self._function(model)
+        return self.function(model)
 
 
 class TaskData:

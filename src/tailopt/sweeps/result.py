@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tailopt.arguments import whole_number
 from tailopt.engines.routes import Route
 from tailopt.figures.style import PALETTE, pyplot
 from tailopt.sweeps.trials import Trial
@@ -158,6 +159,8 @@ class SweepResult:
         A point that halving ended counts with its last value, and one that diverged as the worst. Budgets beyond the
         points that were tried are left out.
         """
+        for n in at:
+            whole_number("number of points", n, low=1)
         tried = self.ranking
         return [budget_point(_values(tried, self.lower_is_better), n) for n in at if n <= len(tried)]
 
@@ -176,6 +179,8 @@ class SweepResult:
             f"best: {settings}",
             chosen,
         ]
+        if not any(math.isfinite(tried.value) for tried in ranking or [best]):
+            lines.append(f"No point has a finite {self.metric}: search smaller steps, and look at the loss.")
         curve = self.budget_curve()
         if curve:
             lines.append(
@@ -188,8 +193,10 @@ class SweepResult:
         """Draw the budget curve, and the metric over every setting; returns the figure of matplotlib, or saves it."""
         if not self.trials:
             raise ValueError("Invalid sweep: nothing was tuned, so there is nothing to draw. Give it tuning seeds.")
-        plt = pyplot()
         tried = [t for t in self.ranking if math.isfinite(t.value)]
+        if not tried:
+            raise ValueError(f"There is nothing to draw: no point has a finite {self.metric}.")
+        plt = pyplot()
         names = self.varied_settings
         figure, axes = plt.subplots(
             1, 1 + len(names), figsize=(3.4 * (1 + len(names)), 3.2), layout="constrained", squeeze=False

@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tailopt.algorithms import ALGORITHMS
+from tailopt.arguments import is_number
 
 Point = dict[str, float]
 
@@ -25,6 +27,8 @@ class Range:
     log: bool = True
 
     def __post_init__(self) -> None:
+        if not all(is_number(x) and math.isfinite(x) for x in (self.low, self.high)):
+            raise ValueError(f"Invalid range: [{self.low!r}, {self.high!r}]; need two finite numbers.")
         if not (self.low <= self.high and (self.low > 0 or not self.log)):
             raise ValueError(f"Invalid range: [{self.low}, {self.high}]; need low <= high, and 0 < low in a logarithm.")
 
@@ -74,19 +78,32 @@ class Space:
         return replace(self, **{side: {**table, rule: {**table[rule], setting: interval}}})
 
 
-def settings_at(point: Point) -> dict[str, float]:
+def settings_at(point: Point, fixed: Mapping[str, Any] | None = None) -> dict[str, float]:
     """A point of the search as settings: lr = move / u, d = share * u.
+
+    fixed: settings that all points have; u may be one of them.
 
     Examples:
         >>> settings_at({"i_move": 0.05, "i_u": 0.5, "i_share": 0.2})
         {'i_u': 0.5, 'ilr': 0.1, 'i_d': 0.1}
+        >>> settings_at({"i_move": 0.05}, fixed={"i_u": 0.5})
+        {'ilr': 0.1}
     """
     settings = {key: value for key, value in point.items() if not key.endswith(("_move", "_share"))}
     for prefix in ("i", "o"):
-        if f"{prefix}_move" in point:
-            settings[f"{prefix}lr"] = point[f"{prefix}_move"] / point[f"{prefix}_u"]
-        if f"{prefix}_share" in point:
-            settings[f"{prefix}_d"] = point[f"{prefix}_share"] * point[f"{prefix}_u"]
+        for key in (f"{prefix}_move", f"{prefix}_share"):
+            if key not in point:
+                continue
+            u = {**(fixed or {}), **point}.get(f"{prefix}_u")
+            if not is_number(u) or not 0 < u < math.inf:
+                raise ValueError(
+                    f"Invalid space: {key} refers to {prefix}_u, which is {u!r} here; need a finite number above 0, in "
+                    f"the space or among the settings. Search {prefix}lr and {prefix}_d themselves otherwise."
+                )
+            if key.endswith("_move"):
+                settings[f"{prefix}lr"] = point[key] / u
+            else:
+                settings[f"{prefix}_d"] = point[key] * u
     return settings
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tailopt.algorithms import canonical_name
-from tailopt.arguments import check_choice, check_counts, check_flags, checked_seed, is_number
+from tailopt.arguments import check_choice, check_counts, check_flags, checked_seed, is_number, whole_number
 from tailopt.engines.batches import BatchFunction, LossFunction
 from tailopt.engines.configurations import ENGINES
 from tailopt.engines.engine import Evaluate
@@ -98,7 +98,7 @@ def sweep(
         report_seeds: the best settings are reported on these; a number means those after `seeds`; 0 for no report.
         halving: end the worse points early: True keeps a third at one ninth and at one third of the rounds, a number is
             what is divided by. It saves most of the time, and may end a setting that starts slowly. Points are compared
-            with all others that the same process trains.
+            with all others that the same process trains and that can run side by side.
         curves: measure the report after every round, and not only at its end.
         evaluate: model -> numbers by name, for a model: measured at rungs and at the end; `metric` names the one that
             settings are chosen by. By default that is the loss of the last round.
@@ -135,8 +135,7 @@ def sweep(
     check_choice("executor", executor, EXECUTORS)
     check_choice("sampler", sampler, SAMPLERS)
     check_flags(resume=resume, progress=progress, curves=curves)
-    if batch is not None:
-        check_counts(batch=batch)
+    check_counts(**{k: v for k, v in {"batch": batch, "memory_limit": memory_limit}.items() if v is not None})
     tuning_seeds, fresh_seeds = tuning_and_fresh_seeds(seeds, report_seeds)
     plan = Plan(
         tuning=tuning,
@@ -191,6 +190,7 @@ class Plan:
             "halving": None if self.halving is None else self.halving.factor,
             **({"curves": True} if self.curves else {}),  # folders of the first version lack it
             **self.tuning.config((*self.seeds, *self.report_seeds)[0]),
+            "test": storable(getattr(self.reporting.evaluate, "function", None)),
         }
 
     def job(self, engine: str) -> Job:
@@ -274,7 +274,7 @@ class _Sweep:
     def _points(self) -> tuple[list[NumberedPoint], int]:
         """Return the points of the space with all their settings, and how many were dropped."""
         plan = self._plan
-        found = sweep_points(plan.algorithm, plan.space, plan.budget, plan.seed)
+        found = sweep_points(plan.algorithm, plan.space, plan.budget, plan.seed, plan.settings)
         check_settings(plan.algorithm, found.settings, plan.settings)
         _say_dropped(found.dropped)
         points = zip(found.numbers, found.settings, strict=True)
@@ -295,7 +295,7 @@ class _Sweep:
         plan, problem = self._plan, self._plan.tuning
         if plan.budget is None:
             raise ValueError("Invalid budget: None, but Optuna proposes points without end. Give a number.")
-        proposer = OptunaPoints(plan.algorithm, plan.space, plan.seed, problem.lower_is_better)
+        proposer = OptunaPoints(plan.algorithm, plan.space, plan.seed, problem.lower_is_better, plan.settings)
         points: list[NumberedPoint] = []
         while len(points) < plan.budget:
             # whole generations, so that a larger budget proposes the same points first
@@ -335,12 +335,20 @@ class _Sweep:
                 self._batch = max(1, min(self._batch // executor.workers, math.ceil(len(missing) / executor.workers)))
         self._divided = self._batch < len(missing)
         self._bar.begin(len(points) - len(missing), len(points), self._plan.tuning.rounds)
-        batch = self._batch
-        if self._plan.halving is not None:  # which compares all points that a process has
-            batch = math.ceil(len(missing) / executor.workers)
-        for outcome in executor.outcomes(missing, batch, at_once=self._batch):
+        for outcome in executor.outcomes(missing, self._compared(len(missing), executor.workers), self._batch):
             self._keep(outcome)
             self._bar.add(len(outcome.trials) // len(self._plan.seeds))
+
+    def _compared(self, missing: int, workers: int) -> int:
+        """Return how many points are one batch: those that halving compares, which a resumed sweep must not change."""
+        assert self._batch is not None
+        if self._plan.halving is None:
+            return self._batch
+        recorded = None if self._folder is None else self._folder.compared
+        compared = recorded or math.ceil(missing / workers)
+        if self._folder is not None:
+            self._folder.set_compared(compared)
+        return compared
 
     def _missing(self, points: Sequence[NumberedPoint]) -> list[NumberedPoint]:
         """Return the points that the record lacks; refuse a record with other settings."""
@@ -430,6 +438,7 @@ def checked_seeds(name: str, seeds: Any, first: int, least: int = 1) -> tuple[in
         ((0, 1), (7, 9))
     """
     if is_number(seeds) and isinstance(seeds, int):
+        whole_number(name, seeds, low=least, hint="Or give a list of them.")
         found = tuple(range(first, first + seeds))
     elif isinstance(seeds, Sequence) and not isinstance(seeds, str):
         found = tuple(map(checked_seed, seeds))

@@ -23,7 +23,12 @@ from tailopt.algorithms import Algorithm
 from tailopt.algorithms import algorithm as named_algorithm
 from tailopt.engines.configuration_rounds import Configurations, ReplicasDiffer
 from tailopt.engines.configuration_settings import stacking_key
-from tailopt.engines.configurations import ReplicasResult, planned_batch, train_configurations
+from tailopt.engines.configurations import (
+    ReplicasResult,
+    planned_batch,
+    train_configurations,
+    why_one_after_another,
+)
 from tailopt.engines.model_state import trainable
 from tailopt.engines.routes import SEQUENTIAL, Route, VmapRefused
 from tailopt.engines.sequential import seed_python_and_numpy, seed_torch
@@ -81,13 +86,13 @@ class Trainer:
     def __init__(self, job: Job, tick: Tick = lambda t: None) -> None:
         self.job, self._tick = job, tick
         problem = job.problem
-        self._models = [problem.model(seed) for seed in job.seeds]
+        self._models = [_checked_model(problem.model(seed), problem.name) for seed in job.seeds]
         self._sources = [problem.source(seed) for seed in job.seeds]
         device = problem.device if problem.device is not None else next(self._models[0].parameters()).device
         self._device = torch.device(device)
         self._evaluated: dict[int, torch.nn.Module] = {}  # by position of the seed: where weights are put to evaluate
         self._algorithms: dict[int, Algorithm] = {}  # by number of the point
-        self._refused = ""  # why points run one after another; empty while they run side by side
+        self._refused = ""  # why points run one after another; empty while they may run side by side
         self._at_once = 0  # how many points of a batch may run side by side
         halving = job.halving
         self._stages = (*(halving.rungs if halving is not None else ()), problem.rounds)  # where points may end
@@ -101,6 +106,8 @@ class Trainer:
     def planned(self, points: Sequence[NumberedPoint], memory_limit: int | None) -> int:
         """Return how many of these points are to be trained at a time: as many as the memory holds, or one."""
         algorithms = [self._algorithm(point) for point in points]
+        if self.job.engine == "auto" and (reason := why_one_after_another(algorithms)):
+            self._refused = reason
         key = stacking_key(algorithms[0])
         alike = [a for a in algorithms if stacking_key(a) == key]
         if not self._is_sequential:
@@ -155,6 +162,8 @@ class Trainer:
         self, points: Sequence[NumberedPoint], algorithms: Sequence[Algorithm]
     ) -> tuple[list[list[Trial]], Route, int]:
         """Train points that can run side by side; returns their trials, the route, and how many ran at a time."""
+        if self.job.engine == "auto" and not self._refused and (reason := why_one_after_another(algorithms)):
+            self._refused = reason
         if not self._is_sequential:
             try:
                 if self._at_once < len(points):
@@ -284,7 +293,11 @@ class Trainer:
         if r not in self._evaluated:
             self._evaluated[r] = copy.deepcopy(self._models[r]).to(self._device)
         model = self._evaluated[r]
-        own = dict(zip(*trainable(model), strict=True)) | dict(model.named_buffers())
+        buffers = dict(model.named_buffers())
+        own = dict(zip(*trainable(model), strict=True)) | buffers
+        for name, constant in self._models[r].named_buffers():  # the last evaluation may have written into them
+            if name not in state:
+                buffers[name].copy_(constant)
         for name, x in state.items():
             own[name].copy_(torch.view_as_complex(x) if own[name].is_complex() and not x.is_complex() else x)
         evaluation_seed = derive_seed(seed, "evaluate", t)
@@ -297,7 +310,13 @@ class Trainer:
             raise ValueError(
                 f"Invalid metric: {problem.metric!r} is not what evaluate returned: {found}. Name one of these."
             )
-        return {str(key): float(value) for key, value in metrics.items() if _is_scalar(value)}
+        numbers = {str(key): _as_number(value) for key, value in metrics.items()}
+        if numbers.get(problem.metric, 0.0) is None:
+            raise ValueError(
+                f"Invalid evaluate: its {problem.metric!r} is {metrics[problem.metric]!r:.80}; need a number, because "
+                "settings are chosen by it."
+            )
+        return {key: value for key, value in numbers.items() if value is not None}
 
     def _judge(self, t: int, losses: Tensor, measured: Mapping[str, Tensor]) -> dict[int, str]:
         assert self.job.halving is not None
@@ -315,6 +334,14 @@ class Trainer:
         return (1.0 if problem.lower_is_better else -1.0) * sum(values) / len(values)
 
 
+def _checked_model(model: Any, name: str) -> torch.nn.Module:
+    if not isinstance(model, torch.nn.Module) or not trainable(model)[1]:
+        raise ValueError(
+            f"Invalid model: {name} gives {type(model).__name__}; need a torch.nn.Module with a parameter that trains."
+        )
+    return model
+
+
 def _rungs_of(result: ReplicasResult, at: Sequence[int]) -> dict[tuple[int, int], list[Rung]]:
     """Return what every point measured at the rungs that it reached, by seed and point."""
     index = torch.tensor(at) - 1
@@ -324,12 +351,18 @@ def _rungs_of(result: ReplicasResult, at: Sequence[int]) -> dict[tuple[int, int]
         (r, c): [
             Rung(t, loss, {key: values[r][c][k] for key, values in measured.items()})
             for k, (t, loss) in enumerate(zip(at, row, strict=True))
-            if not math.isnan(loss)  # it had ended
+            # where all are NaN, it had ended
+            if not (math.isnan(loss) and all(math.isnan(values[r][c][k]) for values in measured.values()))
         ]
         for r, of_seed in enumerate(losses)
         for c, row in enumerate(of_seed)
     }
 
 
-def _is_scalar(value: Any) -> bool:
-    return not isinstance(value, str) and hasattr(value, "__float__") and getattr(value, "numel", lambda: 1)() == 1
+def _as_number(value: Any) -> float | None:
+    """Return a number of any library, or None for what is no number."""
+    try:
+        no_number = isinstance(value, str) or (isinstance(value, Tensor) and value.is_complex())
+        return None if no_number else float(value)
+    except (TypeError, ValueError, RuntimeError):  # torch's error for several elements
+        return None

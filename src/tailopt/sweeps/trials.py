@@ -151,9 +151,22 @@ class TrialFolder:
         batch: int | None = self._head["batch"]
         return batch
 
+    @property
+    def compared(self) -> int | None:
+        """How many points halving compares with each other; None before that is known, or without halving."""
+        compared: int | None = self._head["compared"]
+        return compared
+
+    def set_compared(self, count: int) -> None:
+        """Record how many points halving compares: a sweep that was stopped runs the others in the same groups."""
+        self._replace_head(compared=count)
+
     def set_route(self, name: str, reason: str, batch: int | None) -> None:
         """Record how trials are run; a resumed sweep runs them in the same way. batch: None where all were one."""
-        head = {**self._head, "route": {"name": name, "reason": reason}, "batch": batch}
+        self._replace_head(route={"name": name, "reason": reason}, batch=batch)
+
+    def _replace_head(self, **changes: Any) -> None:
+        head = {**self._head, **changes}
         if head != self._head:
             self._head = head
             disk.replace(self.path / SWEEP, with_digest(head))
@@ -185,6 +198,7 @@ class TrialFolder:
                 "environment": environment(),
                 "route": None,
                 "batch": None,
+                "compared": None,
             }
             disk.replace(path, with_digest(head))
             return head
@@ -212,18 +226,23 @@ class TrialFolder:
         kept: list[bytes] = []
         trials: list[Trial] = []
         damaged: list[int] = []
+        known: set[tuple[int, int, str]] = set()
         start = 0
         while start < len(lines):
             rows, stop = _batch_at(lines, start)
-            if rows is None:
+            found = [] if rows is None else list(map(Trial.from_row, rows))
+            keys = {(trial.number, trial.seed, trial.split) for trial in found}
+            if rows is None or keys & known:  # as where a file was put together of two copies
                 damaged.append(start + 1)
             else:
                 kept += lines[start:stop]
-                trials += map(Trial.from_row, rows)
+                trials += found
+                known |= keys
             start = stop
         if damaged and damaged[-1] <= len(lines) - 1 and not torn:
             warnings.warn(
-                f"{self._file}, line {damaged[0]}: what is left of a batch of trials, or damaged. They run again.",
+                f"{self._file}, line {damaged[0]}: what is left of a batch of trials, damaged, or there twice. It is "
+                "left out, and what is missing runs again.",
                 stacklevel=2,
             )
         if damaged or torn:
