@@ -25,6 +25,7 @@ from tailopt.engines.batches import LossFunction
 from tailopt.engines.folded_attention import folding_attention
 from tailopt.engines.memory_plan import is_out_of_memory
 from tailopt.engines.model_state import Buffers, trainable
+from tailopt.engines.pointwise_losses import giving_targets_copies
 from tailopt.engines.routes import VmapRefused
 from tailopt.engines.shared_linear import folding_linear_layers
 
@@ -158,6 +159,7 @@ class StackedModel:
             with ExitStack() as stack:
                 if self._configurations and not self.draws:
                     stack.enter_context(folding_linear_layers())
+                    stack.enter_context(giving_targets_copies())
                 if self._device.type == "cuda":
                     stack.enter_context(folding_attention())
                 return torch.func.functional_call(self._program, values, (own, self.changing))
