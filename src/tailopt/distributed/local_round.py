@@ -35,7 +35,7 @@ class LocalRound:
     Args:
         optimizer: the inner optimizer.
         params: the parameters that are exchanged.
-        shared_hparams: hyperparameters that all nodes have agreed on, or None where the optimizer is the user's.
+        agreed_hparams: hyperparameters that all nodes have agreed on, or None where the optimizer is the user's.
         keeps_state: whether the inner state survives a round.
         can_be_excluded: whether the state must be remembered, since an exclusion undoes the round.
 
@@ -49,11 +49,11 @@ class LocalRound:
         self,
         optimizer: Optimizer,
         params: Sequence[Tensor],
-        shared_hparams: RuleHyperparameters | None,
+        agreed_hparams: RuleHyperparameters | None,
         keeps_state: bool,
         can_be_excluded: bool,
     ) -> None:
-        self.optimizer, self._params, self._shared_hparams = optimizer, params, shared_hparams
+        self.optimizer, self._params, self._agreed_hparams = optimizer, params, agreed_hparams
         self._keeps_state, self._can_be_excluded = keeps_state, can_be_excluded
         self._hparams_of_steps: list[Hyperparameters] = []
         self._began = time.perf_counter()
@@ -62,7 +62,7 @@ class LocalRound:
         self.threshold_recorder = self._new_recorder()
 
     def _new_recorder(self) -> GradientRecorder | None:
-        thresholds = None if self._shared_hparams is None else self._shared_hparams.auto_thresholds
+        thresholds = None if self._agreed_hparams is None else self._agreed_hparams.auto_thresholds
         return None if thresholds is None else thresholds.recorder(len(self._params))
 
     @property
@@ -104,9 +104,9 @@ class LocalRound:
 
     def step(self, t: int, total_steps: int, closure: Callable[[], Any] | None) -> Any:
         """Take one local step of round t, before which the node has taken `total_steps` over the whole run."""
-        if self._shared_hparams is not None:
+        if self._agreed_hparams is not None:
             for group in self.optimizer.param_groups:
-                group.update(self._shared_hparams.at(t, total_steps))
+                group.update(self._agreed_hparams.at(t, total_steps))
         hparams = bounding_hparams(self.optimizer, self._params)
         loss = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
         # only now: a step that raised is no step, and a caller that catches the error is still in the same round
@@ -117,8 +117,8 @@ class LocalRound:
 
     def _record_clipped(self, recorder: GradientRecorder, total_steps: int) -> None:
         """Record what a step clipped, from which thresholds that are "auto" follow."""
-        assert self._shared_hparams is not None
-        assert self._shared_hparams.auto_thresholds is not None
+        assert self._agreed_hparams is not None
+        assert self._agreed_hparams.auto_thresholds is not None
         moving = [i for i, p in enumerate(self._params) if p.grad is not None]
         params = [self._params[i] for i in moving]
         grads = [as_real(local_tensor(p.grad)) for p in params if p.grad is not None]
@@ -127,14 +127,14 @@ class LocalRound:
             recorder.add_norms(moving, norms if isinstance(norms, list) else [norms])
             return
         states = [self.optimizer.state[p] for p in params]
-        recorder.add(moving, clipped_by_step(grads, states, self._shared_hparams.auto_thresholds.momentum), total_steps)
+        recorder.add(moving, clipped_by_step(grads, states, self._agreed_hparams.auto_thresholds.momentum), total_steps)
 
     def bound(self, t: int, steps_before_round: int) -> Bound:
         """Return how far this node can have moved by its steps."""
         if not self.steps:
             return Bound(None)
-        if self._shared_hparams is not None:
-            return self._shared_hparams.bound(t, steps_before_round, self.steps)
+        if self._agreed_hparams is not None:
+            return self._agreed_hparams.bound(t, steps_before_round, self.steps)
         return inner_bound(self.optimizer, self._params, self._hparams_of_steps)
 
     def statement(self, bound: Bound, *, trained_digest: int, thresholds_digest: int, may_be_last: bool) -> Statement:

@@ -62,8 +62,7 @@ class NestedOptimizer(Optimizer):
         outer: a name (avg, sgd, nesterov, biclip, biclip-l2, adagrad, rmsprop, adam) or a class of torch.optim.
         outer_settings: its settings: olr, o_u, o_d, oeps, momentum, outer_betas, bias_correction.
         local_steps: inner steps of a round.
-        model: for the names of parameters and for buffers; without it parameters are called 0, 1, ... and buffers stay
-            local.
+        model: for parameter names and buffers; without it parameters are called 0, 1, ... and buffers stay local.
         mesh: the nodes: a DeviceMesh of one dimension, such as `mesh["node"]`, or a process group; by default all
             processes.
         weight: of this node in the mean.
@@ -86,9 +85,10 @@ class NestedOptimizer(Optimizer):
         checkpoint_every, keep: rounds between checkpoints, and how many are kept.
         extra: a function of no arguments that returns what this node's checkpoints at the ends of rounds hold besides,
             such as the position in the data: tensors and plain values. It comes back as `resumed.extra`.
-        describe: what else the run folder's configuration contains. All nodes must give the same, except for devices
-            and paths of data.
+        describe: what else the configuration contains; must be equal on all nodes, except devices and paths of data.
         loggers: functions that are called with every row of the history, at the end of its round.
+        settings: hyperparameters of the inner and the outer rule that all nodes have agreed on, made from `algorithm`.
+            `from_algorithm` sets both. None where the inner optimizer is the user's.
 
     Examples:
         Under `torchrun --nproc-per-node 2`, see examples/two_nodes.py.
@@ -155,10 +155,10 @@ class NestedOptimizer(Optimizer):
         check_flags(exact=exact)
         check_weight(weight, dist.get_rank() if dist.is_initialized() else 0)
         require_process_group()
-        self.optimizer, self._algorithm, self._shared_hparams = optimizer, algorithm, settings
+        self.optimizer, self._algorithm, self._agreed_hparams = optimizer, algorithm, settings
         names, params = named_parameters(optimizer, model)
-        shared = None if settings is None else settings.outer
-        self._outer = shared or outer_hyperparameters(outer, outer_settings or {}, names)
+        agreed = None if settings is None else settings.outer
+        self._outer = agreed or outer_hyperparameters(outer, outer_settings or {}, names)
         inner_thresholds = None if settings is None else settings.inner.auto_thresholds
         self._thresholds = RoundThresholds(inner_thresholds, self._outer.auto_thresholds)
         group = node_group(mesh)
@@ -179,7 +179,7 @@ class NestedOptimizer(Optimizer):
         policy, node = self._policy, self.node
         assert policy.local_steps is not None
         self.local_steps, self.rounds = policy.local_steps, policy.rounds
-        inner = None if self._shared_hparams is None else self._shared_hparams.inner
+        inner = None if self._agreed_hparams is None else self._agreed_hparams.inner
         can_be_excluded, keeps_state = policy.guard or policy.robust_mean is not None, policy.inner_state == "keep"
         self._local_round = LocalRound(self.optimizer, node.params, inner, keeps_state, can_be_excluded)
         self._trained = TrainedParameters(self.optimizer, node.exchange.names, node.params)
@@ -206,16 +206,16 @@ class NestedOptimizer(Optimizer):
 
     def _facts(self, policy: RoundPolicy, options: RecordOptions) -> dict[str, Any]:
         """Return what must be the same on all nodes."""
-        shared, algorithm = self._shared_hparams, self._algorithm
+        agreed, algorithm = self._agreed_hparams, self._algorithm
         keys = ("params", "param_names")
         groups = [{k: v for k, v in group.items() if k not in keys} for group in self.optimizer.param_groups]
         return {
             "algorithm": algorithm.name if algorithm is not None else f"{type(self.optimizer).__name__} inside",
             "outer": {"rule": self._outer.rule.name, **self._outer.at(1)},
-            "inner": groups if shared is None else shared.inner.at(1),
+            "inner": groups if agreed is None else agreed.inner.at(1),
             "send_preconditioner": self._send_second_moment,
             "thresholds": self._thresholds.settings(),
-            "schedules": {} if shared is None else shared.sampled_schedules(policy.rounds, policy.local_steps or 0),
+            "schedules": {} if agreed is None else agreed.sampled_schedules(policy.rounds, policy.local_steps or 0),
             **policy.as_facts(),
             "checkpoint_every": None if options.folder is None else options.checkpoint_every,
             "resume": options.resume,
@@ -224,8 +224,8 @@ class NestedOptimizer(Optimizer):
 
     def _config(self) -> dict[str, Any]:
         """Return what the run folder says about the optimizers; of an inner one that the user built, its class."""
-        if self._algorithm is not None and self._shared_hparams is not None:
-            return {**algorithm_config(self._algorithm), "schedules": self._shared_hparams.schedules()}
+        if self._algorithm is not None and self._agreed_hparams is not None:
+            return {**algorithm_config(self._algorithm), "schedules": self._agreed_hparams.schedules()}
         inner = type(self.optimizer).__name__
         return {"outer": self._outer.rule.name, "settings": storable(self._outer.base), "inner": inner}
 
@@ -240,14 +240,14 @@ class NestedOptimizer(Optimizer):
 
     @classmethod
     def from_algorithm(
-        cls, model: torch.nn.Module, algorithm: Algorithm, *, schedules: Any = None, **settings: Any
+        cls, model: torch.nn.Module, algorithm: Algorithm, *, schedules: Any = None, **options: Any
     ) -> NestedOptimizer:
         """Build the inner optimizer too, from an algorithm: the way to adam2, and to the bits of the simulation."""
         pairs = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         hparams = AlgorithmHyperparameters(algorithm, schedules, [name for name, _ in pairs])
         inner = RuleOptimizer([p for _, p in pairs], hparams.inner.rule, hparams.inner.at(1))
-        settings.setdefault("inner_state", algorithm.inner_state)
-        return cls(inner, algorithm.outer, model=model, settings=hparams, algorithm=algorithm, **settings)
+        options.setdefault("inner_state", algorithm.inner_state)
+        return cls(inner, algorithm.outer, model=model, settings=hparams, algorithm=algorithm, **options)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -287,7 +287,7 @@ class NestedOptimizer(Optimizer):
         if self._peers is not None:
             self._peers.report_position(t, self._local_round.steps)
             self._peers.check()
-        if self._shared_hparams is None:
+        if self._agreed_hparams is None:
             self._records.warn_if_rates_not_restored()
         loss = self._local_round.step(t, self.total_steps, closure)
         if self._local_round.steps >= self.local_steps:
@@ -370,7 +370,7 @@ class NestedOptimizer(Optimizer):
             thresholds_digest=digest64(self._thresholds.state_bytes()),
             may_be_last=last or t == self.rounds,
         )
-        expected = None if self._shared_hparams is None else functools.partial(self._bound_by_shared_hparams, t)
+        expected = None if self._agreed_hparams is None else functools.partial(self._bound_by_agreed_hparams, t)
         criteria = JudgingCriteria(policy.guard, expected, self._diverged, self.local_steps, policy.robust_mean)
         try:
             report = self.node.close_round(
@@ -401,12 +401,12 @@ class NestedOptimizer(Optimizer):
             logger(row)
         self._records.record(row, report.seconds, self.finished)
 
-    def _bound_by_shared_hparams(self, t: int, node: int, steps: int) -> Bound:
-        """Return how far a node can have moved in so many steps, by the settings that all nodes share."""
-        assert self._shared_hparams is not None
+    def _bound_by_agreed_hparams(self, t: int, node: int, steps: int) -> Bound:
+        """Return how far a node can have moved in so many steps, by the hyperparameters that all nodes agreed on."""
+        assert self._agreed_hparams is not None
         if not self._policy.guard:
             return Bound(None)
-        return self._shared_hparams.inner.bound(t, self._records.steps_before_round[node], steps)
+        return self._agreed_hparams.inner.bound(t, self._records.steps_before_round[node], steps)
 
     def _warn_about(self, report: ExchangeReport, about_thresholds: Sequence[str]) -> None:
         """Warn about nodes that do not count in a round, and once about each node that differs from the others."""
