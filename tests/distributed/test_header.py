@@ -22,7 +22,7 @@ headers = st.builds(
     loss=st.floats(allow_nan=False),
     steps=words,
     bound_digest=words,
-    trained_digest=words,
+    trainable_set_digest=words,
     thresholds_digest=words,
     may_be_last=words,
     sent_finite=words,

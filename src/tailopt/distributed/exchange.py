@@ -54,8 +54,8 @@ from tailopt.rules.rule import Hyperparameters, Rule, State
 CHECKPOINT_ON_ALL_NODES = "Call checkpoint() on every node, after the same step."
 
 
-class TrainedParametersDiffer(Exception):
-    """The nodes do not train the same parameters any more; which node trains what is in their facts."""
+class TrainableSetsDiffer(Exception):
+    """The nodes do not train the same parameters any more. `TrainableSet.disagreement` finds out which differ."""
 
 
 @dataclass
@@ -287,7 +287,7 @@ class Exchange:
             loss=statement.loss,
             steps=statement.steps,
             bound_digest=digest_of_bound(statement.bound),
-            trained_digest=statement.trained_digest,
+            trainable_set_digest=statement.trainable_set_digest,
             thresholds_digest=statement.thresholds_digest,
             may_be_last=int(statement.may_be_last),
             seconds=statement.seconds,
@@ -336,8 +336,8 @@ class Exchange:
             else:
                 continue
             raise Damaged(f"Round {t}: node {k} came with {wrong}. Restart all nodes from the last checkpoint.")
-        if len({header.trained_digest for header in headers}) > 1:
-            raise TrainedParametersDiffer
+        if len({header.trainable_set_digest for header in headers}) > 1:
+            raise TrainableSetsDiffer
         check_thresholds(t, headers)
         if criteria.guard:
             check_finite(t - 1, headers)

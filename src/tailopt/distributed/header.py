@@ -41,7 +41,7 @@ class Header(NamedTuple):
         loss: the loss of its local steps.
         steps: local steps that it took in this round.
         bound_digest: a digest of how far it says it can have moved.
-        trained_digest: a digest of which parameters it trains.
+        trainable_set_digest: a digest of which parameters have requires_grad, by name and group.
         thresholds_digest: a digest of the thresholds with which it began the round, where some are "auto".
         may_be_last: 1 where this may be the last round, so that the nodes compare the new weights at once.
         seconds: how long its local steps took.
@@ -59,7 +59,7 @@ class Header(NamedTuple):
     loss: float = float("nan")
     steps: int = 0
     bound_digest: int = 0
-    trained_digest: int = 0
+    trainable_set_digest: int = 0
     thresholds_digest: int = 0
     may_be_last: int = 0
     seconds: float = 0.0

@@ -137,14 +137,16 @@ class LocalRound:
             return self._agreed_hparams.bound(t, steps_before_round, self.steps)
         return inner_bound(self.optimizer, self._params, self._hparams_of_steps)
 
-    def statement(self, bound: Bound, *, trained_digest: int, thresholds_digest: int, may_be_last: bool) -> Statement:
+    def statement(
+        self, bound: Bound, *, trainable_set_digest: int, thresholds_digest: int, may_be_last: bool
+    ) -> Statement:
         """Return what this node states about its steps; the arguments are those of `Statement`."""
         return Statement(
             steps=self.steps,
             bound=bound,
             loss=self.loss,
             seconds=self.seconds,
-            trained_digest=trained_digest,
+            trainable_set_digest=trainable_set_digest,
             may_be_last=may_be_last,
             thresholds_digest=thresholds_digest,
             threshold_recorder=self.threshold_recorder,

@@ -24,7 +24,7 @@ from tailopt.algorithms import Algorithm
 from tailopt.arguments import check_counts, check_flags
 from tailopt.distributed.agreement import without_local_settings
 from tailopt.distributed.checkpointing import Resumed, all_excluded
-from tailopt.distributed.exchange import TrainedParametersDiffer
+from tailopt.distributed.exchange import TrainableSetsDiffer
 from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.header import digest64
 from tailopt.distributed.interfaces import blocking
@@ -34,7 +34,7 @@ from tailopt.distributed.node import Node
 from tailopt.distributed.node_records import NodeRecords, RecordOptions
 from tailopt.distributed.round_records import ExchangeReport, JudgingCriteria
 from tailopt.distributed.rule_optimizer import RuleOptimizer
-from tailopt.distributed.trained_parameters import TrainedParameters, described_sizes, named_parameters
+from tailopt.distributed.trainable_set import TrainableSet, described_sizes, named_parameters
 from tailopt.engines.model_state import Buffers
 from tailopt.engines.simulate import algorithm_config
 from tailopt.records.run_config import storable
@@ -182,7 +182,7 @@ class NestedOptimizer(Optimizer):
         inner = None if self._agreed_hparams is None else self._agreed_hparams.inner
         can_be_excluded, keeps_state = policy.guard or policy.robust_mean is not None, policy.inner_state == "keep"
         self._local_round = LocalRound(self.optimizer, node.params, inner, keeps_state, can_be_excluded)
-        self._trained = TrainedParameters(self.optimizer, node.exchange.names, node.params)
+        self._trainable_set = TrainableSet(self.optimizer, node.exchange.names, node.params)
         self._records = NodeRecords(options, node, self._local_round, policy.guard)
         self._diverged: set[int] = set()  # nodes that continue from weights of their own
         self._warned_about: set[int] = set()  # nodes that differ from the others
@@ -366,7 +366,7 @@ class NestedOptimizer(Optimizer):
         bound = local.bound(t, self._records.steps_before_round[self.node.number]) if policy.guard else Bound(None)
         statement = local.statement(
             bound,
-            trained_digest=self._trained.digest(),
+            trainable_set_digest=self._trainable_set.digest(),
             thresholds_digest=digest64(self._thresholds.state_bytes()),
             may_be_last=last or t == self.rounds,
         )
@@ -378,8 +378,8 @@ class NestedOptimizer(Optimizer):
             )
         except EveryoneExcluded as error:
             raise all_excluded(error, self._records.coordinator) from None
-        except TrainedParametersDiffer:
-            raise self._trained.disagreement(t, self._peers) from None
+        except TrainableSetsDiffer:
+            raise self._trainable_set.disagreement(t, self._peers) from None
         self._record_round(report)
 
     def _record_round(self, report: ExchangeReport) -> None:
@@ -396,7 +396,7 @@ class NestedOptimizer(Optimizer):
         for line in self.thresholds:
             if line in lines:
                 self._records.log(line)
-        self._trained.refuse_unsynchronised(settlement.round)
+        self._trainable_set.check_all_parameters_exchanged(settlement.round)
         for logger in self._records.options.loggers:
             logger(row)
         self._records.record(row, report.seconds, self.finished)

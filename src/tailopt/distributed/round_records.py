@@ -22,7 +22,7 @@ class Statement:
         bound: how far it can have moved by them.
         loss: of these steps.
         seconds: that they took.
-        trained_digest: a digest of which parameters it trains.
+        trainable_set_digest: a digest of which parameters have requires_grad, by name and group.
         may_be_last: whether this may be the last round: the new weights are then compared at once.
         thresholds_digest: a digest of the thresholds that are "auto".
         threshold_recorder: of what its steps clipped, for such thresholds inside; None where there are none.
@@ -32,7 +32,7 @@ class Statement:
     bound: Bound = Bound(None)
     loss: float = math.nan
     seconds: float = 0.0
-    trained_digest: int = 0
+    trainable_set_digest: int = 0
     may_be_last: bool = False
     thresholds_digest: int = 0
     threshold_recorder: GradientRecorder | None = None
