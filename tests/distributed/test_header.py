@@ -23,7 +23,7 @@ headers = st.builds(
     steps=words,
     bound_digest=words,
     trainable_set_digest=words,
-    thresholds_digest=words,
+    auto_thresholds_digest=words,
     may_be_last=words,
     sent_finite=words,
     seconds=st.floats(allow_nan=False),

@@ -232,7 +232,7 @@ class CheckpointCoordinator:
             "writers": self.ranks.across.nodes,
             "ranks": self.ranks.ranks_per_node,
             "story": self.resume_log,
-            **({"thresholds": node.thresholds.state()} if node.thresholds.levels else {}),
+            **({"thresholds": node.auto_thresholds.state()} if node.auto_thresholds.levels else {}),
         }
 
         def meta(parts: list[dict[str, Any]]) -> dict[str, Any]:

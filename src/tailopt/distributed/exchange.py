@@ -41,7 +41,7 @@ from tailopt.distributed.rank_shards import RankShards
 from tailopt.distributed.round_records import ExchangeReport, JudgingCriteria, Statement
 from tailopt.distributed.threshold_statistics import StatisticsExchange
 from tailopt.distributed.transport import Transport
-from tailopt.distributed.verdicts import check_thresholds, header_verdict, merge_verdicts
+from tailopt.distributed.verdicts import check_auto_thresholds, header_verdict, merge_verdicts
 from tailopt.distributed.weight_sync import Pair, WeightSync, check_finite
 from tailopt.rounds.block_norm import root_of_sum
 from tailopt.rounds.guard import Exclusion
@@ -288,7 +288,7 @@ class Exchange:
             steps=statement.steps,
             bound_digest=digest_of_bound(statement.bound),
             trainable_set_digest=statement.trainable_set_digest,
-            thresholds_digest=statement.thresholds_digest,
+            auto_thresholds_digest=statement.auto_thresholds_digest,
             may_be_last=int(statement.may_be_last),
             seconds=statement.seconds,
             sent_digest=self._weight_sync.sent_stats.checksum,
@@ -338,7 +338,7 @@ class Exchange:
             raise Damaged(f"Round {t}: node {k} came with {wrong}. Restart all nodes from the last checkpoint.")
         if len({header.trainable_set_digest for header in headers}) > 1:
             raise TrainableSetsDiffer
-        check_thresholds(t, headers)
+        check_auto_thresholds(t, headers)
         if criteria.guard:
             check_finite(t - 1, headers)
 

@@ -42,7 +42,7 @@ class Header(NamedTuple):
         steps: local steps that it took in this round.
         bound_digest: a digest of how far it says it can have moved.
         trainable_set_digest: a digest of which parameters have requires_grad, by name and group.
-        thresholds_digest: a digest of the thresholds with which it began the round, where some are "auto".
+        auto_thresholds_digest: a digest of the thresholds with which it began the round, where some are "auto".
         may_be_last: 1 where this may be the last round, so that the nodes compare the new weights at once.
         seconds: how long its local steps took.
         sent_digest: a digest of the weights of its own partition, as it sent them at the end of the round before.
@@ -60,7 +60,7 @@ class Header(NamedTuple):
     steps: int = 0
     bound_digest: int = 0
     trainable_set_digest: int = 0
-    thresholds_digest: int = 0
+    auto_thresholds_digest: int = 0
     may_be_last: int = 0
     seconds: float = 0.0
     sent_digest: int = 0

@@ -138,7 +138,7 @@ class LocalRound:
         return inner_bound(self.optimizer, self._params, self._hparams_of_steps)
 
     def statement(
-        self, bound: Bound, *, trainable_set_digest: int, thresholds_digest: int, may_be_last: bool
+        self, bound: Bound, *, trainable_set_digest: int, auto_thresholds_digest: int, may_be_last: bool
     ) -> Statement:
         """Return what this node states about its steps; the arguments are those of `Statement`."""
         return Statement(
@@ -148,7 +148,7 @@ class LocalRound:
             seconds=self.seconds,
             trainable_set_digest=trainable_set_digest,
             may_be_last=may_be_last,
-            thresholds_digest=thresholds_digest,
+            auto_thresholds_digest=auto_thresholds_digest,
             threshold_recorder=self.threshold_recorder,
         )
 

@@ -160,7 +160,7 @@ class NestedOptimizer(Optimizer):
         agreed = None if settings is None else settings.outer
         self._outer = agreed or outer_hyperparameters(outer, outer_settings or {}, names)
         inner_thresholds = None if settings is None else settings.inner.auto_thresholds
-        self._thresholds = RoundThresholds(inner_thresholds, self._outer.auto_thresholds)
+        self._auto_thresholds = RoundThresholds(inner_thresholds, self._outer.auto_thresholds)
         group = node_group(mesh)
         rank_group(group, params)  # before anybody is asked: the ranks of a node have nothing to agree on
         transport = GlooTransport.of(group, timeout, stall_timeout)
@@ -171,7 +171,7 @@ class NestedOptimizer(Optimizer):
             self._peers.agree({**described_sizes(names, params, buffers), **self._facts(policy, options)}, exact)
         weights = blocking(transport.gather(torch.tensor([float(weight)], dtype=torch.float64))).reshape(-1).tolist()
         self._policy = replace(policy, weights=tuple(weights))
-        self.node = Node(transport, names, params, buffers, average, self._thresholds)
+        self.node = Node(transport, names, params, buffers, average, self._auto_thresholds)
         self._begin_run(model, options)
 
     def _begin_run(self, model: torch.nn.Module | None, options: RecordOptions) -> None:
@@ -214,7 +214,7 @@ class NestedOptimizer(Optimizer):
             "outer": {"rule": self._outer.rule.name, **self._outer.at(1)},
             "inner": groups if agreed is None else agreed.inner.at(1),
             "send_preconditioner": self._send_second_moment,
-            "thresholds": self._thresholds.settings(),
+            "thresholds": self._auto_thresholds.settings(),
             "schedules": {} if agreed is None else agreed.sampled_schedules(policy.rounds, policy.local_steps or 0),
             **policy.as_facts(),
             "checkpoint_every": None if options.folder is None else options.checkpoint_every,
@@ -323,7 +323,7 @@ class NestedOptimizer(Optimizer):
     @property
     def thresholds(self) -> tuple[str, ...]:
         """What "auto" has chosen, a line for each level; empty during calibration."""
-        return self._thresholds.choices
+        return self._auto_thresholds.choices
 
     @property
     def finished(self) -> bool:
@@ -367,7 +367,7 @@ class NestedOptimizer(Optimizer):
         statement = local.statement(
             bound,
             trainable_set_digest=self._trainable_set.digest(),
-            thresholds_digest=digest64(self._thresholds.state_bytes()),
+            auto_thresholds_digest=digest64(self._auto_thresholds.state_bytes()),
             may_be_last=last or t == self.rounds,
         )
         expected = None if self._agreed_hparams is None else functools.partial(self._bound_by_agreed_hparams, t)
@@ -388,8 +388,8 @@ class NestedOptimizer(Optimizer):
             self._records.steps_before_round[node] += steps
         if self.node.number in {e.node for e in settlement.excluded if e.reason != DROPPED}:
             self._local_round.undo()
-        row = {**settlement.history_row(metrics={}, statistics={}), **self._thresholds.history_entry()}
-        lines = self._thresholds.update_from(settlement, report.threshold_statistics, report.outer_step)
+        row = {**settlement.history_row(metrics={}, statistics={}), **self._auto_thresholds.history_entry()}
+        lines = self._auto_thresholds.update_from(settlement, report.threshold_statistics, report.outer_step)
         self.history.append(row)
         self._note_diverged(row)
         self._warn_about(report, [line for line in lines if line not in self.thresholds])

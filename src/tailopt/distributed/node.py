@@ -40,7 +40,7 @@ class Node:
         round: the number of completed rounds.
         diverged_state: where this node continues, if not from the global weights.
         second_moment: the outer second moment, where the algorithm sends it to the nodes.
-        thresholds: those of the coming round that are "auto".
+        auto_thresholds: those of the coming round that are "auto".
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Node:
         params: Sequence[Tensor],
         buffers: Buffers | None,
         average: bool = False,
-        thresholds: RoundThresholds = NO_AUTO_THRESHOLDS,
+        auto_thresholds: RoundThresholds = NO_AUTO_THRESHOLDS,
     ) -> None:
-        self.thresholds = thresholds
+        self.auto_thresholds = auto_thresholds
         self.params = list(params)
         self.buffers = buffers
         self._plain = not any(is_dtensor(p) or p.is_complex() for p in self.params)
@@ -185,7 +185,7 @@ class Node:
         self, report: ExchangeReport, recorder: GradientRecorder | None, policy: RoundPolicy
     ) -> None:
         """Gather what thresholds that are "auto" follow."""
-        statistics, outer = self.exchange.statistics, self.thresholds.outer
+        statistics, outer = self.exchange.statistics, self.auto_thresholds.outer
         if recorder is not None:
             by_node = blocking(statistics.of_gradients(recorder, policy.local_steps or 0))
             report.threshold_statistics = dict(enumerate(by_node))

@@ -24,7 +24,7 @@ class Statement:
         seconds: that they took.
         trainable_set_digest: a digest of which parameters have requires_grad, by name and group.
         may_be_last: whether this may be the last round: the new weights are then compared at once.
-        thresholds_digest: a digest of the thresholds that are "auto".
+        auto_thresholds_digest: a digest of the thresholds that are "auto".
         threshold_recorder: of what its steps clipped, for such thresholds inside; None where there are none.
     """
 
@@ -34,7 +34,7 @@ class Statement:
     seconds: float = 0.0
     trainable_set_digest: int = 0
     may_be_last: bool = False
-    thresholds_digest: int = 0
+    auto_thresholds_digest: int = 0
     threshold_recorder: GradientRecorder | None = None
 
 

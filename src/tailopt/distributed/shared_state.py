@@ -222,7 +222,7 @@ def restore(snapshot: Snapshot, node: Node) -> dict[str, Any] | None:
         if node.average is not None:
             node.average[s.start : s.stop] = tensors[child_path("global.average", name)].reshape(-1)[own_range]
     node.round = snapshot.round
-    node.thresholds.load_state(snapshot.meta.get("thresholds", {}))
+    node.auto_thresholds.load_state(snapshot.meta.get("thresholds", {}))
     node.load_buffers_at_round_start({name: tensors[child_path("global.buffers", name)] for name in saved["buffers"]})
     local = snapshot.meta["nodes"].get(str(ranks.number))
     if local is None:

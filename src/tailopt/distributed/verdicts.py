@@ -119,9 +119,9 @@ def header_verdict(
     return None
 
 
-def check_thresholds(t: int, headers: Sequence[Header]) -> None:
+def check_auto_thresholds(t: int, headers: Sequence[Header]) -> None:
     """Raise where a node began the round with other automatic thresholds: all nodes compute them from the same sums."""
-    digests = [header.thresholds_digest for header in headers]
+    digests = [header.auto_thresholds_digest for header in headers]
     usual = Counter(digests).most_common(1)[0][0]
     others = [node for node, digest in enumerate(digests) if digest != usual]
     if others:
