@@ -53,12 +53,12 @@ def test_an_infinite_bound_lets_no_infinity_through(
     async def gather(row: torch.Tensor) -> list[float]:
         return partition.sums_by_tensor(partition.block_sums(row)[None])
 
-    partition.segment_views(row)[1][2] = 3e38
+    partition.segments_of_partition(row)[1][2] = 3e38
     verdicts: dict[int, Exclusion] = {}
     assert verdict() is None
     blocking(judge.judge_norms([row], gather, received, verdicts))
     assert verdicts == {}
-    partition.segment_views(row)[1][2] = bad
+    partition.segments_of_partition(row)[1][2] = bad
     found = verdict()
     assert found is not None and found[0] == Verdict.NOT_FINITE
     verdicts[0] = Exclusion(0, "b", bad, None, NOT_FINITE)  # as all nodes have gathered it

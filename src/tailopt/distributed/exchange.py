@@ -97,9 +97,9 @@ class Exchange:
         self._pending: PendingMean | None = None  # what `_mean` will be, where it is not added up yet
         self._sizes_agreed = False
         self._outer_cache = StepCache()
-        table = SegmentTable.of((s for k in range(nodes) for s in self.layout.segments(k)), self.layout.cuts)
-        self._segments = table
-        self._weight_sync = WeightSync(self.layout, table, here)
+        segments = (s for k in range(nodes) for s in self.layout.segments(k))
+        self._all_segments = SegmentTable.of(segments, self.layout.cuts)  # of all partitions
+        self._weight_sync = WeightSync(self.layout, self._all_segments, here)
         sharded = self.partition.sharded
         self._ranks = None if self.rank_transport is None else RankShards(self.rank_transport, self.layout, sharded)
         self._judge = Judge(self.partition, self.names, self.param_dtypes, self._ranks)
@@ -111,8 +111,8 @@ class Exchange:
         return self._mean
 
     @property
-    def segments(self) -> list[Segment]:
-        """This node's partition by tensor."""
+    def own_segments(self) -> list[Segment]:
+        """The segments of this node's own partition."""
         return self.partition.segments
 
     @property
@@ -130,7 +130,7 @@ class Exchange:
 
     def measure_displacement(self, params: Sequence[Tensor], x: Tensor) -> None:
         """Form `self.delta`: how far this node's parameters are from the synchronised weights."""
-        self._stats = flat_kernels.displacement(params, x, self.delta, self._segments, self.layout.cuts)
+        self._stats = flat_kernels.displacement(params, x, self.delta, self._all_segments, self.layout.cuts)
 
     def load(self, params: Sequence[Tensor], x: Tensor) -> None:
         """Copy the synchronised weights into the parameters, and note what was loaded."""
@@ -220,15 +220,19 @@ class Exchange:
             squares = await self.gather_sums_of_squares(self._mean)
             norm_per_tensor = hparams.get("scope") == "tensor"
             norms["norm"] = (
-                [root_of_sum([squares[s.tensor]]) for s in self.segments] if norm_per_tensor else root_of_sum(squares)
+                [root_of_sum([squares[s.tensor]]) for s in self.own_segments]
+                if norm_per_tensor
+                else root_of_sum(squares)
             )
         part, partition = x[self.partition.range], self.partition
         by_segment = {**partition.hparams_by_segment(hparams), **norms}
         if self._pending is None or not self._pending.sgd_step(
             rule, part, states, by_segment, partition.segment_ranges
         ):
-            means = partition.segment_views(self._mean)
-            outer_step(rule, partition.views(x), means, states, by_segment, self._negated_mean, self._outer_cache)
+            means = partition.segments_of_partition(self._mean)
+            outer_step(
+                rule, partition.segments_of_flat(x), means, states, by_segment, self._negated_mean, self._outer_cache
+            )
         if radius is not None:
             length = root_of_sum(await self.gather_sums_of_squares(part))
             if length > radius:

@@ -84,7 +84,7 @@ class SegmentTable(tuple[Segment, ...]):
     """
 
     counts: array[int]
-    places: array[int]
+    offsets_in_partition: array[int]  # of each segment, in the partition that it belongs to
     nodes: array[int]
     _params: tuple[list[int], array[int]]
     _flat: dict[int, array[int]]
@@ -96,7 +96,7 @@ class SegmentTable(tuple[Segment, ...]):
             return segments
         table = cls(segments)
         table.counts = array("q", [s.count for s in table])
-        table.places = array("q", [s.start - cuts[s.node] for s in table])
+        table.offsets_in_partition = array("q", [s.start - cuts[s.node] for s in table])
         table.nodes = array("i", [s.node for s in table])
         table._params, table._flat = ([], array("Q")), {}
         return table
@@ -204,7 +204,7 @@ def displacement(
             torch.sub(p.to(d), begun.to(p.dtype).to(d), out=d)
         return [checksum_and_max(delta[cuts[k] : cuts[k + 1]]) for k in range(nodes)]
     table = SegmentTable.of(segments, cuts)
-    pieces = Pieces(table.counts, table.places, table.nodes, nodes)
+    pieces = Pieces(table.counts, table.offsets_in_partition, table.nodes, nodes)
     where = table.in_params(params), table.in_flat(x), table.in_flat(delta)
     return list(map(BufferStats, *kernel.flat.displacement(*where, pieces)))
 
@@ -224,7 +224,7 @@ def load(params: Sequence[Tensor], x: Tensor, segments: Sequence[Segment], cuts:
             torch._foreach_copy_([params[i] for i in begins], views)
         return [checksum(x[cuts[k] : cuts[k + 1]]) for k in range(nodes)]
     table = SegmentTable.of(segments, cuts)
-    pieces = Pieces(table.counts, table.places, table.nodes, nodes)
+    pieces = Pieces(table.counts, table.offsets_in_partition, table.nodes, nodes)
     checksums = kernel.flat.load(table.in_params(params), table.in_flat(x), pieces)
     torch.autograd.graph.increment_version(params)  # the kernel writes behind autograd's back
     return list(checksums)

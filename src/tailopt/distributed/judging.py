@@ -106,9 +106,9 @@ class Judge:
             return check_displacement(node, [], [], [], Bound(None), buffers, received.buffers_before)
         partition = self._partition
         names = [self._names[s.tensor] for s in partition.segments]
-        views = zip(partition.views(received.x), partition.segments, strict=True)
+        views = zip(partition.segments_of_flat(received.x), partition.segments, strict=True)
         start = [part.to(self._param_dtypes[s.tensor]) for part, s in views]
-        delta, bound = partition.segment_views(displacement.row), partition.bound_by_segment(limit)
+        delta, bound = partition.segments_of_partition(displacement.row), partition.bound_by_segment(limit)
         return check_displacement(node, delta, start, names, bound, buffers, received.buffers_before)
 
     async def judge_norms(

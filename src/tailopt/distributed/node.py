@@ -62,7 +62,7 @@ class Node:
         ranks = None if inside is None else GlooTransport.of(inside)
         self.exchange = Exchange(transport, list(names), shapes, dtypes, ranks, self.params)
         self.x = flat_kernels.alloc_huge_pages(self.exchange.layout.total, self.exchange.dtype)
-        self.outer_state: list[State] = [{} for _ in self.exchange.segments]
+        self.outer_state: list[State] = [{} for _ in self.exchange.own_segments]
         self.average: Tensor | None = torch.zeros_like(self.x) if average else None
         self.round = 0
         self.diverged_state: DivergedState | None = None
@@ -207,7 +207,7 @@ class Node:
     def gather_second_moment(self) -> None:
         """Gather the outer second moment from all nodes' partitions."""
         flat = torch.zeros_like(self.x)
-        for part, state in zip(self.exchange.partition.views(flat), self.outer_state, strict=True):
+        for part, state in zip(self.exchange.partition.segments_of_flat(flat), self.outer_state, strict=True):
             if "exp_avg_sq" in state:
                 part.copy_(state["exp_avg_sq"])
         blocking(self.exchange.all_gather_verified(flat))

@@ -68,7 +68,7 @@ def shared_ranges_and_meta(node: Node) -> tuple[dict[str, ElementRange], dict[st
     exchange, parts, plain, where = node.exchange, {}, {}, tensor_places(node)
     single: list[str] = []
     group: Any = None
-    for s, state in zip(exchange.segments, node.outer_state, strict=True):
+    for s, state in zip(exchange.own_segments, node.outer_state, strict=True):
         name = exchange.names[s.tensor]
         shape, before, writes = where[s.tensor]
         start = before + s.offset
@@ -156,7 +156,7 @@ def read(path: Path, node: Node) -> Snapshot:
         )
     where = tensor_places(node)
     check_same_model(*_layouts(body, meta, node, where))
-    segments = {exchange.names[s.tensor]: s for s in exchange.segments}
+    segments = {exchange.names[s.tensor]: s for s in exchange.own_segments}
     ranges: dict[str, tuple[int, int]] = {}
     rows = zip(exchange.names, exchange.layout.offsets, exchange.layout.sizes, where, strict=True)
     for name, offset, size, place in rows:
@@ -207,7 +207,7 @@ def restore(snapshot: Snapshot, node: Node) -> dict[str, Any] | None:
     for name, view, place in zip(exchange.names, views, where, strict=True):
         part = tensors[child_path("global.weights", name)].reshape(-1)[place.start : place.start + view.numel()]
         view.copy_(part.view(view.shape))
-    for i, s in enumerate(exchange.segments):
+    for i, s in enumerate(exchange.own_segments):
         name = exchange.names[s.tensor]
         start = where[s.tensor].start + s.offset
         own_range = slice(start, start + s.count)

@@ -32,12 +32,12 @@ class WeightSync:
 
     Args:
         layout: of the flat buffer.
-        segments: of all partitions.
+        all_segments: of all partitions.
         node: this node's number.
     """
 
-    def __init__(self, layout: Layout, segments: SegmentTable, node: int) -> None:
-        self._layout, self._segments, self._node = layout, segments, node
+    def __init__(self, layout: Layout, all_segments: SegmentTable, node: int) -> None:
+        self._layout, self._all_segments, self._node = layout, all_segments, node
         self.sent_stats = BufferStats()  # of this node's partition of the weights, as it sent them
         self.loaded_digests = (0,) * layout.nodes  # of every partition of the weights, as loaded
         self._differed_in: dict[Pair, int] = {}  # the last round in which a receiver loaded something else
@@ -49,7 +49,7 @@ class WeightSync:
 
     def load(self, params: Sequence[Tensor], x: Tensor) -> None:
         """Copy the synchronised weights into the parameters, and note what was loaded."""
-        self.loaded_digests = tuple(flat_kernels.load(params, x, self._segments, self._layout.cuts))
+        self.loaded_digests = tuple(flat_kernels.load(params, x, self._all_segments, self._layout.cuts))
 
     def reset_sent_digest(self, x: Tensor) -> None:
         """Note this partition of node 0's weights, or of those of a checkpoint, as if this node had sent it."""

@@ -151,7 +151,7 @@ class SimulatedNode:
         await exchange.start([x])
         exchange.load(params, x)
         exchange.reset_sent_digest(x)
-        states: list[State] = [{} for _ in exchange.segments]
+        states: list[State] = [{} for _ in exchange.own_segments]
         sampling = chooser(plan)
         rule = OUTER[plan.outer]
         for t in range(1, plan.rounds + 1):
