@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import tailopt
 from tailopt import faults
 from tailopt.distributed.errors import Disagreement
-from tailopt.distributed.header import Damaged
+from tailopt.distributed.header import ExchangeAborted
 from tailopt.records.checkpoints import digest
 from tailopt.records.folder import Run
 from tailopt.seeds import generator
@@ -161,7 +161,7 @@ def deviates(rank: int) -> list[str]:
                 assert opt.node.auto_thresholds.inner is not None
                 state = opt.node.auto_thresholds.inner.state()
                 opt.node.auto_thresholds.inner.load_state({**state, "gradients": state["gradients"] + 1})
-    except Damaged as error:
+    except ExchangeAborted as error:
         return [str(disagreement.value), str(error)]
     return []
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tailopt.distributed.exchange import Exchange
 from tailopt.distributed.gloo import GlooTransport
-from tailopt.distributed.header import Damaged, Header
+from tailopt.distributed.header import ExchangeAborted, Header
 from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.layout import ALIGNMENT, Layout
 from tailopt.distributed.round_records import JudgingCriteria, Statement
@@ -88,7 +88,7 @@ def test_headers_that_end_a_run(change: dict[str, Any], said: str | None) -> Non
         report, _ = blocking(exchange.exchange_and_settle(1, who, x, {}, {}, Statement(1), JudgingCriteria()))
         assert [e.reason for e in report.settlement.excluded] == ([said] if said else [])
     else:
-        with pytest.raises(Damaged, match=said):
+        with pytest.raises(ExchangeAborted, match=said):
             blocking(exchange.exchange_and_settle(1, who, x, {}, {}, Statement(1), JudgingCriteria()))
 
 
@@ -109,7 +109,7 @@ def main(rank: int, store: str, out: str) -> None:
             )
         )
         said = "nothing"
-    except Damaged as error:
+    except ExchangeAborted as error:
         said = str(error)
     Path(out, str(rank)).write_text(json.dumps(said))
 

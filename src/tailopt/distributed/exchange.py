@@ -30,7 +30,7 @@ from tailopt.clipping.step_cache import StepCache
 from tailopt.distributed import flat_kernels
 from tailopt.distributed.buffers import gather_buffers, mean_buffers
 from tailopt.distributed.flat_kernels import BufferStats, SegmentTable
-from tailopt.distributed.header import Damaged, Header, barrier_header, digest_of_bound
+from tailopt.distributed.header import ExchangeAborted, Header, barrier_header, digest_of_bound
 from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.judging import Displacement, Judge, ReceivedRound
 from tailopt.distributed.layout import Layout, Segment
@@ -42,7 +42,7 @@ from tailopt.distributed.round_records import ExchangeReport, JudgingCriteria, S
 from tailopt.distributed.threshold_statistics import StatisticsExchange
 from tailopt.distributed.transport import Transport
 from tailopt.distributed.verdicts import check_auto_thresholds, header_verdict, merge_verdicts
-from tailopt.distributed.weight_sync import Pair, WeightSync, check_finite
+from tailopt.distributed.weight_sync import Pair, WeightSync, check_sent_weights_finite
 from tailopt.rounds.block_norm import root_of_sum
 from tailopt.rounds.guard import Exclusion
 from tailopt.rounds.mean import BufferMean
@@ -306,7 +306,7 @@ class Exchange:
     ) -> list[Header]:
         """Every node's header; this partition of all participants' displacements is in `received` then.
 
-        A wrong number of elements raises Damaged. A header with a wrong round or node number only excludes its sender.
+        A wrong number of elements raises ExchangeAborted; a wrong round or node number only excludes its sender.
         """
         here, shares = self.transport.node, participants.shares
         takes_part, nothing = here in shares, self.delta[:0]
@@ -328,7 +328,7 @@ class Exchange:
         """Raise unless every node ends a round, with this node's number of elements and its expected share."""
         for k, header in enumerate(headers):
             if header.round < 0:
-                raise Damaged(
+                raise ExchangeAborted(
                     f"Node {k} writes a checkpoint while node {self.transport.node} ends round {t}. "
                     f"{CHECKPOINT_ON_ALL_NODES}"
                 )
@@ -339,12 +339,12 @@ class Exchange:
                 wrong = f"a weight of {header.share:g}, and {share:g} was expected"
             else:
                 continue
-            raise Damaged(f"Round {t}: node {k} came with {wrong}. Restart all nodes from the last checkpoint.")
+            raise ExchangeAborted(f"Round {t}: node {k} came with {wrong}. Restart all nodes from the last checkpoint.")
         if len({header.trainable_set_digest for header in headers}) > 1:
             raise TrainableSetsDiffer
         check_auto_thresholds(t, headers)
         if criteria.guard:
-            check_finite(t - 1, headers)
+            check_sent_weights_finite(t - 1, headers)
 
     async def compare_weights_at_barrier(
         self, round: int, step: int, x: Tensor, guard: bool
@@ -359,7 +359,7 @@ class Exchange:
         if any((header.round, header.steps) != (-1 - round, step) for header in headers):
             return headers, []
         if guard:
-            check_finite(round, headers)
+            check_sent_weights_finite(round, headers)
         digests_at_round_start = self._weight_sync.loaded_digests
         differing = await self._weight_sync.resend_differing(self.transport, round, headers, x)
         if step:

@@ -24,8 +24,8 @@ PROTOCOL = 4  # of the exchange; nodes with another one cannot talk to each othe
 _FLOATS = ("share", "loss", "seconds")
 
 
-class Damaged(RuntimeError):
-    """What arrived cannot be used, and not because of a displacement: the run must end."""
+class ExchangeAborted(RuntimeError):
+    """The exchange cannot continue, and excluding a node would not help; the run must end."""
 
 
 class Header(NamedTuple):
@@ -77,9 +77,9 @@ class Header(NamedTuple):
 
     @classmethod
     def unpacked(cls, words: list[int], sequence: int, sender: int, receiver: int) -> Header:
-        """The header that was packed; `Damaged` where it is not what was sent in this exchange."""
+        """The header that was packed; raises `ExchangeAborted` if the words are not those sent in this exchange."""
         if digest64(struct.pack(f"<{len(words) - 1}q", *words[:-1]), sequence) != words[-1]:
-            raise damaged("the header", sender, receiver)
+            raise damage_error("the header", sender, receiver)
         single, rest = words[: len(_WORDS)], words[len(_WORDS) : -1]
         values: dict[str, Any] = dict(zip(_WORDS, single, strict=True))
         values |= {name: _float(values[name]) for name in _FLOATS}
@@ -95,9 +95,9 @@ def barrier_header(header: Header, round: int, step: int) -> Header:
     return header._replace(round=-1 - round, steps=step)
 
 
-def damaged(what: str, sender: int, receiver: int) -> Damaged:
+def damage_error(what: str, sender: int, receiver: int) -> ExchangeAborted:
     """The error about something that changed on its way between two nodes."""
-    return Damaged(
+    return ExchangeAborted(
         f"Node {receiver} received something else than node {sender} sent: {what} does not fit its digest. Either of "
         "them or the link between them is at fault. Restart all nodes from the last checkpoint."
     )

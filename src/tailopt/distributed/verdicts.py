@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from tailopt.distributed.errors import named
-from tailopt.distributed.header import Damaged, Header
+from tailopt.distributed.header import ExchangeAborted, Header
 from tailopt.distributed.round_records import JudgingCriteria
 from tailopt.rounds.drops import Dropped
 from tailopt.rounds.guard import BEYOND, NOT_FINITE, Exclusion
@@ -125,7 +125,7 @@ def check_auto_thresholds(t: int, headers: Sequence[Header]) -> None:
     usual = Counter(digests).most_common(1)[0][0]
     others = [node for node, digest in enumerate(digests) if digest != usual]
     if others:
-        raise Damaged(
+        raise ExchangeAborted(
             f"Round {t}: {named(others)} began with other automatic thresholds than most nodes, though all of them "
             "follow from the same statistics. Restart all nodes from the last checkpoint."
         )
@@ -170,7 +170,7 @@ def _check(t: int, judge: int, about: int, row: VerdictRow, tensor_and_buffer_na
     if known and (code not in _ABOUT_A_TENSOR or (tensor.is_integer() and 0 <= tensor < tensor_and_buffer_names)):
         return
     what = f"code {code:g}" if not known else f"tensor {tensor:g} of {tensor_and_buffer_names}"
-    raise Damaged(
+    raise ExchangeAborted(
         f"Round {t}: node {judge} sent a verdict about node {about} that cannot be read ({what}). Does it run another "
         "version? Restart all nodes from the last checkpoint."
     )
