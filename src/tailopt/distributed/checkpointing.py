@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tailopt.clipping.dtensor import is_dtensor
+from tailopt.distributed.all_ranks import AllRanks
 from tailopt.distributed.exchange import CHECKPOINT_ON_ALL_NODES
 from tailopt.distributed.interfaces import blocking
-from tailopt.distributed.rank_group import RankGroup
 from tailopt.distributed.shared_state import NodeCountDiffers, merged_meta, read, shared_ranges_and_meta
 from tailopt.records import checkpoints, history, multi_writer
 from tailopt.records.checkpoints import DamagedCheckpoint, Snapshot
@@ -81,7 +81,7 @@ class CheckpointCoordinator:
         last: the checkpoint that all nodes wrote, or can read.
     """
 
-    ranks: RankGroup
+    ranks: AllRanks
     folder: Path
     keep: int = 3
     guard: bool = True

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tailopt.clipping.dtensor import is_dtensor
-from tailopt.distributed.rank_group import RankGroup
+from tailopt.distributed.all_ranks import AllRanks
 from tailopt.records import checkpoints
 from tailopt.records.checkpoints import Snapshot
 from tailopt.records.history import child_path, decode
@@ -140,7 +140,7 @@ def merged_meta(
 def read(path: Path, node: Node) -> Snapshot:
     """What this node needs of a checkpoint, checked: all weights, its partition of the outer state, its local state."""
     exchange, transport = node.exchange, node.exchange.transport
-    ranks = RankGroup(transport, exchange.rank_transport)
+    ranks = AllRanks(transport, exchange.rank_transport)
     body = checkpoints.read_manifest(path)
     meta = decode(body["meta"])
     checked_state(meta.get("thresholds", {}))
@@ -201,7 +201,7 @@ def _layouts(
 def restore(snapshot: Snapshot, node: Node) -> dict[str, Any] | None:
     """Copy what all share into a node; returns its local state, None where it did not write the checkpoint."""
     exchange, tensors, where = node.exchange, snapshot.tensors, tensor_places(node)
-    ranks = RankGroup(exchange.transport, exchange.rank_transport)
+    ranks = AllRanks(exchange.transport, exchange.rank_transport)
     saved, single = snapshot.meta["global"], set(snapshot.meta["single"])
     views = exchange.layout.views(node.x, exchange.shapes)
     for name, view, place in zip(exchange.names, views, where, strict=True):
