@@ -21,7 +21,7 @@ from tailopt.rounds.guard import Bound
 
 PROTOCOL = 4  # of the exchange; nodes with another one cannot talk to each other
 
-_FLOATS = ("share", "loss", "seconds")
+_FLOAT_FIELDS = ("share", "loss", "seconds")
 
 
 class ExchangeAborted(RuntimeError):
@@ -70,8 +70,9 @@ class Header(NamedTuple):
 
     def packed(self, sequence: int) -> Tensor:
         """The header of an exchange as 64-bit words, the digest of the others last."""
-        single: Any = self[: len(_WORDS)]
-        words = [_bits(value) if name in _FLOATS else value for name, value in zip(_WORDS, single, strict=True)]
+        scalars: Any = self[: len(_SCALAR_FIELDS)]
+        named_scalars = zip(_SCALAR_FIELDS, scalars, strict=True)
+        words = [_bits(value) if name in _FLOAT_FIELDS else value for name, value in named_scalars]
         words += [*self.checksums, *self.loaded_digests]
         return torch.tensor([*words, digest64(struct.pack(f"<{len(words)}q", *words), sequence)], dtype=torch.int64)
 
@@ -80,14 +81,14 @@ class Header(NamedTuple):
         """The header that was packed; raises `ExchangeAborted` if the words are not those sent in this exchange."""
         if digest64(struct.pack(f"<{len(words) - 1}q", *words[:-1]), sequence) != words[-1]:
             raise damage_error("the header", sender, receiver)
-        single, rest = words[: len(_WORDS)], words[len(_WORDS) : -1]
-        values: dict[str, Any] = dict(zip(_WORDS, single, strict=True))
-        values |= {name: _float(values[name]) for name in _FLOATS}
+        scalars, rest = words[: len(_SCALAR_FIELDS)], words[len(_SCALAR_FIELDS) : -1]
+        values: dict[str, Any] = dict(zip(_SCALAR_FIELDS, scalars, strict=True))
+        values |= {name: _float(values[name]) for name in _FLOAT_FIELDS}
         half = len(rest) // 2
         return cls(**values, checksums=tuple(rest[:half]), loaded_digests=tuple(rest[half:]))
 
 
-_WORDS = Header._fields[:-2]
+_SCALAR_FIELDS = Header._fields[:-2]  # the last two have a number for every partition
 
 
 def barrier_header(header: Header, round: int, step: int) -> Header:
