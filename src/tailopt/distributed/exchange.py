@@ -32,7 +32,7 @@ from tailopt.distributed.buffers import gather_buffers, mean_buffers
 from tailopt.distributed.flat_kernels import BufferStats, SegmentTable
 from tailopt.distributed.header import ExchangeAborted, Header, barrier_header, digest_of_bound
 from tailopt.distributed.interfaces import blocking
-from tailopt.distributed.judging import Displacement, Judge, ReceivedRound
+from tailopt.distributed.judging import Displacement, Judge, RoundContext
 from tailopt.distributed.layout import Layout, Segment
 from tailopt.distributed.node_bounds import NodeBounds, RoundHeaders, agreed_bounds, stated_bounds
 from tailopt.distributed.outer_step import PendingMean, outer_step
@@ -160,9 +160,9 @@ class Exchange:
         differing = await self._weight_sync.resend_differing(self.transport, t - 1, headers, x)
         all_buffers = await gather_buffers(self.transport, buffers)
         bounds = await self._bounds(t, participants, headers, statement, criteria)
-        received = ReceivedRound(t, participants, headers, x, all_buffers, buffers_before, bounds, differing, criteria)
-        verdicts = await self._verdicts(received)
-        settlement = self._settle(received, verdicts, await self._lengths(received, verdicts))
+        context = RoundContext(t, participants, headers, x, all_buffers, buffers_before, bounds, differing, criteria)
+        verdicts = await self._verdicts(context)
+        settlement = self._settle(context, verdicts, await self._norms(context, verdicts))
         report = ExchangeReport(
             settlement,
             seconds={node: headers[node].seconds for node in participants.shares},
@@ -176,29 +176,29 @@ class Exchange:
         return report, mean_buffers(into, all_buffers, settlement.counted_shares, settlement.total_share, buffers)
 
     def _settle(
-        self, received: ReceivedRound, verdicts: Mapping[int, Exclusion], lengths: Mapping[int, float]
+        self, context: RoundContext, verdicts: Mapping[int, Exclusion], norms: Mapping[int, float]
     ) -> Settlement:
         """Turn verdicts into who counts, the same on every node; a robust mean may exclude further nodes.
 
-        lengths: norms of the displacements of nodes without a verdict, where the robust mean asks for them.
+        norms: of the displacements of nodes without a verdict, where the robust mean asks for them.
         """
-        shares, headers, criteria = received.participants.shares, received.headers, received.criteria
+        shares, headers, criteria = context.participants.shares, context.headers, context.criteria
         excluded = [verdicts[node] for node in shares if node in verdicts]
         sound = [node for node in shares if node not in verdicts]
         if criteria.robust_mean is not None and sound:
-            by_row = {id(self.received[i]): length for i, length in lengths.items()}
+            norm_by_row = {id(self.received[i]): norm for i, norm in norms.items()}
             rows = [[self.received[i]] for i in sound]
-            excluded += criteria.robust_mean.outliers(rows, sound, lambda delta: by_row[id(delta[0])])
-        round_headers = RoundHeaders(received.t, headers, shares, most_steps=criteria.most_steps)
+            excluded += criteria.robust_mean.outliers(rows, sound, lambda delta: norm_by_row[id(delta[0])])
+        round_headers = RoundHeaders(context.t, headers, shares, most_steps=criteria.most_steps)
         steps = {node: round_headers.plausible_steps(node) for node in shares}
         losses = {node: header.loss for node, header in enumerate(headers)}
-        return settle(received.t, received.participants, steps, excluded, losses)
+        return settle(context.t, context.participants, steps, excluded, losses)
 
     def _form_or_defer_mean(self, settlement: Settlement, robust_mean: Aggregate | None) -> None:
         """Combine the displacements in this partition; a weighted mean is added up later, with the outer step."""
         rows, shares = [self.received[i] for i in settlement.counted_shares], list(settlement.counted_shares.values())
         mean_function = (
-            robust_mean.mean_function(lambda delta: blocking(self._length(delta))) if robust_mean is not None else None
+            robust_mean.mean_function(lambda delta: blocking(self._norm(delta))) if robust_mean is not None else None
         )
         if mean_function is None:
             self._mean, self._pending = rows[0], PendingMean(rows, shares, settlement.total_share)
@@ -212,20 +212,20 @@ class Exchange:
 
         radius: the norm that all weights together may have, or None.
         """
-        norms: dict[str, Any] = {}
+        norm_hparam: dict[str, Any] = {}
         if rule.needs_norm:
             if self._pending is not None:  # the norm needs all of the mean first
                 self._pending.form(0, self._mean.numel())
                 self._pending = None
             squares = await self.gather_sums_of_squares(self._mean)
             norm_per_tensor = hparams.get("scope") == "tensor"
-            norms["norm"] = (
+            norm_hparam["norm"] = (
                 [root_of_sum([squares[s.tensor]]) for s in self.own_segments]
                 if norm_per_tensor
                 else root_of_sum(squares)
             )
         part, partition = x[self.partition.range], self.partition
-        by_segment = {**partition.hparams_by_segment(hparams), **norms}
+        by_segment = {**partition.hparams_by_segment(hparams), **norm_hparam}
         if self._pending is None or not self._pending.sgd_step(
             rule, part, states, by_segment, partition.segment_ranges
         ):
@@ -234,9 +234,9 @@ class Exchange:
                 rule, partition.segments_of_flat(x), means, states, by_segment, self._negated_mean, self._outer_cache
             )
         if radius is not None:
-            length = root_of_sum(await self.gather_sums_of_squares(part))
-            if length > radius:
-                part.mul_(radius / length)
+            norm = root_of_sum(await self.gather_sums_of_squares(part))
+            if norm > radius:
+                part.mul_(radius / norm)
         await self._weight_sync.all_gather_weights(self.transport, x)
 
     def _negated_mean(self, segment: int, mean: Tensor, cut: slice) -> Tensor:
@@ -266,18 +266,18 @@ class Exchange:
         sums = self.partition.sums_by_tensor(await self.transport.gather(self.partition.block_sums(buffer)))
         return sums if self._ranks is None else self._ranks.sum_over_ranks(sums)
 
-    async def _length(self, delta: Sequence[Tensor]) -> float:
+    async def _norm(self, delta: Sequence[Tensor]) -> float:
         """The norm of a displacement of which each node has its partition."""
         (buffer,) = delta
         return root_of_sum(await self.gather_sums_of_squares(buffer))
 
-    async def _lengths(self, received: ReceivedRound, verdicts: Mapping[int, Exclusion]) -> dict[int, float]:
+    async def _norms(self, context: RoundContext, verdicts: Mapping[int, Exclusion]) -> dict[int, float]:
         """The norms of all displacements without a verdict, for a robust mean that compares nodes by them."""
-        robust_mean = received.criteria.robust_mean
+        robust_mean = context.criteria.robust_mean
         if robust_mean is None or robust_mean.name != "median-norm":
             return {}
-        nodes = [k for k in received.participants.shares if k not in verdicts]
-        return {k: await self._length([self.received[k]]) for k in nodes}
+        nodes = [k for k in context.participants.shares if k not in verdicts]
+        return {k: await self._norm([self.received[k]]) for k in nodes}
 
     # headers
 
@@ -385,21 +385,21 @@ class Exchange:
             return await stated_bounds(round_headers, statement.bound, self.names, gather)
         return await agreed_bounds(round_headers, criteria.expected_bound, statement.bound, len(self.names), gather)
 
-    async def _verdicts(self, received: ReceivedRound) -> dict[int, Exclusion]:
+    async def _verdicts(self, context: RoundContext) -> dict[int, Exclusion]:
         """The nodes that all leave out, and why: the worst that any node saw."""
         here, nodes = self.transport.node, self.transport.nodes
-        tensor_and_buffer_names = [*self.names, *(received.buffers[0] if received.buffers else ())]
+        tensor_and_buffer_names = [*self.names, *(context.buffers[0] if context.buffers else ())]
         mine = torch.zeros(nodes, 4, dtype=torch.float64)
-        senders = {receiver: owner for owner, receiver in reversed(received.differing)}
-        for node in received.participants.shares:
-            header = received.headers[node]
-            wrong_bound = node in received.bounds.wrong
-            row = header_verdict(received.t, node, header, senders.get(node), wrong_bound, received.criteria)
+        senders = {receiver: owner for owner, receiver in reversed(context.differing)}
+        for node in context.participants.shares:
+            header = context.headers[node]
+            wrong_bound = node in context.bounds.wrong
+            row = header_verdict(context.t, node, header, senders.get(node), wrong_bound, context.criteria)
             if row is None:
                 stats = self._stats[node] if node == here else flat_kernels.checksum_and_max(self.received[node])
                 stated = None if node == here else header.checksums[here]
                 row = self._judge.verdict(
-                    node, Displacement(self.received[node], stats, stated), received, tensor_and_buffer_names
+                    node, Displacement(self.received[node], stats, stated), context, tensor_and_buffer_names
                 )
             if row is not None:
                 mine[node] = torch.tensor(row, dtype=torch.float64)
@@ -409,8 +409,8 @@ class Exchange:
             rows, judges = blocking(ranks.gather(rows)).flatten(0, 1), judges * ranks.nodes  # these nodes are ranks
         by_judge = [[tuple(about) for about in judge] for judge in rows.tolist()]
         verdicts = merge_verdicts(
-            received.t, list(received.participants.shares), by_judge, judges, tensor_and_buffer_names
+            context.t, list(context.participants.shares), by_judge, judges, tensor_and_buffer_names
         )
-        if received.criteria.guard:
-            await self._judge.judge_norms(self.received, self.gather_sums_of_squares, received, verdicts)
+        if context.criteria.guard:
+            await self._judge.judge_norms(self.received, self.gather_sums_of_squares, context, verdicts)
         return verdicts
