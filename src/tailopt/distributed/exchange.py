@@ -390,11 +390,12 @@ class Exchange:
         here, nodes = self.transport.node, self.transport.nodes
         tensor_and_buffer_names = [*self.names, *(context.buffers[0] if context.buffers else ())]
         mine = torch.zeros(nodes, 4, dtype=torch.float64)
-        senders = {receiver: owner for owner, receiver in reversed(context.differing)}
+        wrong_weights_owners = {receiver: owner for owner, receiver in reversed(context.differing)}
         for node in context.participants.shares:
             header = context.headers[node]
             wrong_bound = node in context.bounds.wrong
-            row = header_verdict(context.t, node, header, senders.get(node), wrong_bound, context.criteria)
+            owner = wrong_weights_owners.get(node)
+            row = header_verdict(context.t, node, header, owner, wrong_bound, context.criteria)
             if row is None:
                 stats = self._stats[node] if node == here else flat_kernels.checksum_and_max(self.received[node])
                 stated = None if node == here else header.checksums[here]
