@@ -29,7 +29,7 @@ from tailopt.clipping.operators import compute_dtype
 from tailopt.clipping.step_cache import StepCache
 from tailopt.distributed import flat_kernels
 from tailopt.distributed.buffers import gather_buffers, mean_buffers
-from tailopt.distributed.flat_kernels import BufferStats, SegmentTable
+from tailopt.distributed.flat_kernels import ChecksumAndMax, SegmentTable
 from tailopt.distributed.header import ExchangeAborted, Header, barrier_header, digest_of_bound
 from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.judging import Displacement, Judge, RoundContext
@@ -92,7 +92,7 @@ class Exchange:
         # of every node: its displacement in this partition; this node's own is where it was formed
         rows = [flat_kernels.alloc_huge_pages(len(self.partition), self.dtype) for _ in range(nodes - 1)]
         self.received = [*rows[:here], self.delta[self.partition.range], *rows[here:]]
-        self._stats = [BufferStats()] * nodes  # of every partition of this node's displacement
+        self._stats = [ChecksumAndMax()] * nodes  # of every partition of this node's displacement
         self._mean = self.received[here]
         self._pending: PendingMean | None = None  # what `_mean` will be, where it is not added up yet
         self._sizes_agreed = False

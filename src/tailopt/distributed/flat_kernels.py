@@ -62,8 +62,8 @@ def alloc_huge_pages(count: int, dtype: torch.dtype) -> Tensor:
     return whole[start : start + size].view(dtype)
 
 
-class BufferStats(NamedTuple):
-    """A buffer's checksum as a signed number, and its largest magnitude; NaN or inf where an element is."""
+class ChecksumAndMax(NamedTuple):
+    """A flat tensor's checksum as a signed number, and its largest magnitude; NaN or inf where an element is."""
 
     checksum: int = 0
     max_abs: float = 0.0
@@ -117,7 +117,7 @@ class SegmentTable(tuple[Segment, ...]):
         return self._flat[begin]
 
 
-def checksum_and_max(x: Tensor) -> BufferStats:
+def checksum_and_max(x: Tensor) -> ChecksumAndMax:
     """One pass over a flat tensor: its checksum and its largest magnitude.
 
     Examples:
@@ -126,8 +126,8 @@ def checksum_and_max(x: Tensor) -> BufferStats:
     """
     kernel = library.loaded()
     if kernel is None or not _kernel_takes([x]):
-        return BufferStats(checksum(x), _max_abs(x))
-    return BufferStats(*_stats_at(kernel, x.data_ptr(), x.numel()))
+        return ChecksumAndMax(checksum(x), _max_abs(x))
+    return ChecksumAndMax(*_stats_at(kernel, x.data_ptr(), x.numel()))
 
 
 def checksum(x: Tensor) -> int:
@@ -189,7 +189,7 @@ def _shifted(z: Tensor, bits: int) -> Tensor:
 
 def displacement(
     params: Sequence[Tensor], x: Tensor, delta: Tensor, segments: Sequence[Segment], cuts: Sequence[int]
-) -> list[BufferStats]:
+) -> list[ChecksumAndMax]:
     """delta = params - x in the flat buffer, of which node k reduces cuts[k] to cuts[k + 1]; stats of every partition.
 
     x is rounded to a parameter's own type first: its rounding is no movement.
@@ -206,7 +206,7 @@ def displacement(
     table = SegmentTable.of(segments, cuts)
     pieces = Pieces(table.counts, table.offsets_in_partition, table.nodes, nodes)
     where = table.in_params(params), table.in_flat(x), table.in_flat(delta)
-    return list(map(BufferStats, *kernel.flat.displacement(*where, pieces)))
+    return list(map(ChecksumAndMax, *kernel.flat.displacement(*where, pieces)))
 
 
 def load(params: Sequence[Tensor], x: Tensor, segments: Sequence[Segment], cuts: Sequence[int]) -> list[int]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tailopt.distributed.flat_kernels import BufferStats
+from tailopt.distributed.flat_kernels import ChecksumAndMax
 from tailopt.distributed.header import Header
 from tailopt.distributed.node_bounds import NodeBounds
 from tailopt.distributed.partition import Partition
@@ -64,7 +64,7 @@ class Displacement:
     """
 
     row: Tensor
-    stats: BufferStats
+    stats: ChecksumAndMax
     stated_checksum: int | None
 
 

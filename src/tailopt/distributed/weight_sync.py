@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tailopt.distributed import flat_kernels
 from tailopt.distributed.errors import named
-from tailopt.distributed.flat_kernels import BufferStats, SegmentTable
+from tailopt.distributed.flat_kernels import ChecksumAndMax, SegmentTable
 from tailopt.distributed.header import ExchangeAborted, Header, damage_error, digest64
 from tailopt.distributed.layout import Layout
 from tailopt.distributed.transport import Transport
@@ -38,7 +38,7 @@ class WeightSync:
 
     def __init__(self, layout: Layout, all_segments: SegmentTable, node: int) -> None:
         self._layout, self._all_segments, self._node = layout, all_segments, node
-        self.sent_stats = BufferStats()  # of this node's partition of the weights, as it sent them
+        self.sent_stats = ChecksumAndMax()  # of this node's partition of the weights, as it sent them
         self.loaded_digests = (0,) * layout.nodes  # of every partition of the weights, as loaded
         self._differed_in: dict[Pair, int] = {}  # the last round in which a receiver loaded something else
 
@@ -54,7 +54,7 @@ class WeightSync:
     def reset_sent_digest(self, x: Tensor) -> None:
         """Note this partition of node 0's weights, or of those of a checkpoint, as if this node had sent it."""
         part = x[self._layout.partition(self._node)]
-        self.sent_stats, self._differed_in = BufferStats(flat_kernels.checksum(part)), {}
+        self.sent_stats, self._differed_in = ChecksumAndMax(flat_kernels.checksum(part)), {}
 
     async def all_gather_partitions(self, transport: Transport, flat: Tensor) -> None:
         """Send this node's partition of a flat buffer to every node, and receive theirs."""
