@@ -113,19 +113,19 @@ class CheckpointCoordinator:
         self.ranks.all_ranks_do(first)
         self.ranks.all_ranks_do(others)
 
-    def record(self, row: dict[str, Any], local: Mapping[int, float]) -> None:
-        """Add a row to the history; where the disk is full, before the next one.
+    def record(self, row: dict[str, Any], local_seconds: Mapping[int, float]) -> None:
+        """Append a row to the history. If the disk is full, the row is queued and written before the next one.
 
-        local: seconds of every participant's local steps. The slowest node is recorded with the times, and in the
-        log where the others wait for it.
+        local_seconds: how long the local steps of every participant took, by node. The slowest node is recorded with
+        the times, and in the log where the others wait for it.
         """
         now = time.perf_counter()
         seconds: dict[str, Any] = {"round_seconds": now - self._began}
         self._began = now
-        if local:
-            slowest = max(local, key=lambda node: local[node])
-            seconds |= {"slowest_node": slowest, "local": local[slowest]}
-            self._log_slowest(row["round"], slowest, local)
+        if local_seconds:
+            slowest = max(local_seconds, key=lambda node: local_seconds[node])
+            seconds |= {"slowest_node": slowest, "local": local_seconds[slowest]}
+            self._log_slowest(row["round"], slowest, local_seconds)
         if self.run is not None:
             self._rows.append((row, seconds))
             try:
@@ -133,14 +133,14 @@ class CheckpointCoordinator:
             except OSError as error:
                 self.warn(f"The history of round {row['round']} could not be written yet: {error}.")
 
-    def _log_slowest(self, t: int, slowest: int, local: Mapping[int, float]) -> None:
+    def _log_slowest(self, t: int, slowest: int, local_seconds: Mapping[int, float]) -> None:
         """A line in the log when another node than before keeps the others waiting for long."""
-        others = sorted(value for node, value in local.items() if node != slowest)
+        others = sorted(value for node, value in local_seconds.items() if node != slowest)
         usual = others[(len(others) - 1) // 2] if others else 0.0
-        if others and slowest != self._slowest and local[slowest] > max(1.5 * usual, usual + 0.1):
+        if others and slowest != self._slowest and local_seconds[slowest] > max(1.5 * usual, usual + 0.1):
             self._slowest = slowest
             self.log(
-                f"round {t}: node {slowest} is the slowest: its local steps took {local[slowest]:.3g} s, and "
+                f"round {t}: node {slowest} is the slowest: its local steps took {local_seconds[slowest]:.3g} s, and "
                 f"{usual:.3g} s is the median of the others"
             )
 
