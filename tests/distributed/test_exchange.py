@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailopt.distributed.exchange import Exchange
+from tailopt.distributed.exchange_types import JudgingCriteria, Statement
 from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.header import ExchangeAborted, Header
 from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.layout import ALIGNMENT, Layout
-from tailopt.distributed.round_records import JudgingCriteria, Statement
 from tailopt.rounds.block_norm import BLOCK
 from tailopt.rounds.participants import Sampling
 

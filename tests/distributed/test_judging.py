@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
+from tailopt.distributed.exchange_types import JudgingCriteria
 from tailopt.distributed.flat_kernels import checksum_and_max
 from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.judging import Displacement, Judge, RoundContext
 from tailopt.distributed.layout import Layout
 from tailopt.distributed.node_bounds import NodeBounds
 from tailopt.distributed.partition import Partition
-from tailopt.distributed.round_records import JudgingCriteria
 from tailopt.distributed.verdicts import Verdict
 from tailopt.native import library
 from tailopt.rounds.guard import NOT_FINITE, Bound, Exclusion

@@ -29,6 +29,7 @@ from tailopt.clipping.operators import compute_dtype
 from tailopt.clipping.step_cache import StepCache
 from tailopt.distributed import flat_kernels
 from tailopt.distributed.buffers import gather_buffers, mean_buffers
+from tailopt.distributed.exchange_types import ExchangeReport, JudgingCriteria, Statement
 from tailopt.distributed.flat_kernels import ChecksumAndMax, SegmentTable
 from tailopt.distributed.header import ExchangeAborted, Header, barrier_header, digest_of_bound
 from tailopt.distributed.interfaces import blocking
@@ -38,7 +39,6 @@ from tailopt.distributed.node_bounds import NodeBounds, RoundHeaders, agreed_bou
 from tailopt.distributed.outer_step import PendingMean, outer_step
 from tailopt.distributed.partition import Partition
 from tailopt.distributed.rank_shards import RankShards
-from tailopt.distributed.round_records import ExchangeReport, JudgingCriteria, Statement
 from tailopt.distributed.threshold_statistics import StatisticsExchange
 from tailopt.distributed.transport import Transport
 from tailopt.distributed.verdicts import check_auto_thresholds, header_verdict, merge_verdicts

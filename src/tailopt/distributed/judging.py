@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tailopt.distributed.exchange_types import JudgingCriteria
 from tailopt.distributed.flat_kernels import ChecksumAndMax
 from tailopt.distributed.header import Header
 from tailopt.distributed.node_bounds import NodeBounds
 from tailopt.distributed.partition import Partition
 from tailopt.distributed.rank_shards import RankShards
-from tailopt.distributed.round_records import JudgingCriteria
 from tailopt.distributed.verdicts import Verdict, VerdictRow, verdict_row
 from tailopt.distributed.weight_sync import Pair
 from tailopt.rounds.block_norm import root_of_sum

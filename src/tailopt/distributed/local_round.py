@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tailopt.clipping.dtensor import is_dtensor
+from tailopt.distributed.exchange_types import Statement
 from tailopt.distributed.inner_bound import bounding_hparams, inner_bound
 from tailopt.distributed.mesh import local_tensor
-from tailopt.distributed.round_records import Statement
 from tailopt.distributed.rule_optimizer import gradient_norms
 from tailopt.distributed.run_length import run_length_decode, run_length_encode
 from tailopt.engines.model_state import as_real

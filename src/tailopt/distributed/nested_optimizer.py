@@ -25,6 +25,7 @@ from tailopt.arguments import check_counts, check_flags
 from tailopt.distributed.agreement import without_local_settings
 from tailopt.distributed.checkpointing import Resumed, all_excluded
 from tailopt.distributed.exchange import TrainableSetsDiffer
+from tailopt.distributed.exchange_types import ExchangeReport, JudgingCriteria
 from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.header import digest64
 from tailopt.distributed.interfaces import blocking
@@ -32,7 +33,6 @@ from tailopt.distributed.local_round import LocalRound
 from tailopt.distributed.mesh import node_group, rank_group, require_process_group
 from tailopt.distributed.node import Node
 from tailopt.distributed.node_records import NodeRecords, RecordOptions
-from tailopt.distributed.round_records import ExchangeReport, JudgingCriteria
 from tailopt.distributed.rule_optimizer import RuleOptimizer
 from tailopt.distributed.trainable_set import TrainableSet, described_sizes, named_parameters
 from tailopt.engines.model_state import Buffers
@@ -389,7 +389,7 @@ class NestedOptimizer(Optimizer):
         if self.node.number in {e.node for e in settlement.excluded if e.reason != DROPPED}:
             self._local_round.undo()
         row = {**settlement.history_row(metrics={}, statistics={}), **self._auto_thresholds.history_entry()}
-        lines = self._auto_thresholds.update_from(settlement, report.threshold_statistics, report.outer_step)
+        lines = self._auto_thresholds.update_from(settlement, report.threshold_statistics, report.outer_step_statistics)
         self.history.append(row)
         self._note_diverged(row)
         self._warn_about(report, [line for line in lines if line not in self.thresholds])

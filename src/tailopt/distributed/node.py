@@ -10,10 +10,10 @@ from torch import Tensor
 from tailopt.clipping.dtensor import is_dtensor
 from tailopt.distributed import flat_kernels
 from tailopt.distributed.exchange import Exchange
+from tailopt.distributed.exchange_types import ExchangeReport, JudgingCriteria, Statement
 from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.mesh import local_tensor, rank_group
-from tailopt.distributed.round_records import ExchangeReport, JudgingCriteria, Statement
 from tailopt.distributed.weight_sync import AT_FAULT, other_weights
 from tailopt.engines.model_state import Buffers, as_real
 from tailopt.rounds.auto_thresholds import NO_AUTO_THRESHOLDS, RoundThresholds
@@ -159,8 +159,9 @@ class Node:
         if takes_part:
             exchange.measure_displacement(self.local_tensors(), self.x)
         before, buffers = self._buffers_before, self._host_buffers()
-        closed = exchange.exchange_and_settle(t, participants, self.x, buffers, before, statement, criteria)
-        report, mean_buffers = blocking(closed)
+        report, mean_buffers = blocking(
+            exchange.exchange_and_settle(t, participants, self.x, buffers, before, statement, criteria)
+        )
         if takes_part:
             lost = any(e.node == self.number and e.reason == DROPPED for e in report.settlement.excluded)
             self.diverged_state = self._copy_state() if lost and policy.dropped_nodes_diverge else None
@@ -190,7 +191,8 @@ class Node:
             by_node = blocking(statistics.of_gradients(recorder, policy.local_steps or 0))
             report.threshold_statistics = dict(enumerate(by_node))
         if outer is not None and report.settlement.counted_shares:
-            report.outer_step = blocking(statistics.of_outer_step(self.exchange.mean, self.outer_state, outer))
+            of_outer_step = statistics.of_outer_step(self.exchange.mean, self.outer_state, outer)
+            report.outer_step_statistics = blocking(of_outer_step)
 
     def _copy_state(self) -> DivergedState:
         buffers = {name: b.clone() for name, b in self.buffers.tensors().items()} if self.buffers else {}

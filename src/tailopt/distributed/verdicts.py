@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from tailopt.distributed.errors import named
+from tailopt.distributed.exchange_types import JudgingCriteria
 from tailopt.distributed.header import ExchangeAborted, Header
-from tailopt.distributed.round_records import JudgingCriteria
 from tailopt.rounds.drops import Dropped
 from tailopt.rounds.guard import BEYOND, NOT_FINITE, Exclusion
 

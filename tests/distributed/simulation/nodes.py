@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tailopt.distributed.agreement import FactExchange, agree
 from tailopt.distributed.exchange import Exchange
+from tailopt.distributed.exchange_types import JudgingCriteria, Statement
 from tailopt.distributed.heartbeat import DRAIN_S, Heartbeat
 from tailopt.distributed.membership import EXIT_AFTER_S, Membership, Timeouts
 from tailopt.distributed.roll_call import GATHER_S, LOOKUP_S, StoreOwner, answered, incarnation, roll_call
-from tailopt.distributed.round_records import JudgingCriteria, Statement
 from tailopt.distributed.weight_sync import AT_FAULT, other_weights
 from tailopt.rounds.drops import DROPPED
 from tailopt.rounds.guard import Bound
