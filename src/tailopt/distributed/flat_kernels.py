@@ -3,7 +3,7 @@
     displacement        delta = p - x, with the checksum and the largest magnitude of every partition
     checksum_and_max    the checksum and the largest magnitude of what arrived
     load                p = x, with the checksum of every partition
-    mean                sum of weight * displacement over the total weight, in node order, two roundings per node
+    mean                sum of share * displacement over the total share, in node order, two roundings per node
     mean_and_sgd_step   the outer rules avg, sgd and nesterov on minus the mean, which then need not be written
 
 The kernel takes contiguous fp32 tensors on the CPU; torch takes everything else. `alloc_huge_pages` returns large pages
@@ -70,11 +70,11 @@ class ChecksumAndMax(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The displacements of several nodes, their weights, and the weight by which their sum is divided."""
+    """The displacements of several nodes, their shares, and the total share by which their sum is divided."""
 
     tensors: Sequence[Tensor]
-    weights: Sequence[float]
-    total_weight: float
+    shares: Sequence[float]
+    total_share: float
 
 
 class SegmentTable(tuple[Segment, ...]):
@@ -230,7 +230,7 @@ def load(params: Sequence[Tensor], x: Tensor, segments: Sequence[Segment], cuts:
     return list(checksums)
 
 
-def mean(rows: Sequence[Tensor], weights: Sequence[float], total_weight: float, negative: bool = False) -> Tensor:
+def mean(rows: Sequence[Tensor], shares: Sequence[float], total_share: float, negative: bool = False) -> Tensor:
     """The weighted mean of flat tensors, or its negative, in the memory of the first.
 
     Examples:
@@ -240,20 +240,20 @@ def mean(rows: Sequence[Tensor], weights: Sequence[float], total_weight: float, 
     first = rows[0]
     kernel = library.loaded()
     if kernel is None or not _kernel_takes(rows):
-        return _mean(rows, weights, total_weight, negative)
-    summed = WeightedSum(addresses(rows), array("f", weights), total_weight)
+        return _mean(rows, shares, total_share, negative)
+    summed = WeightedSum(addresses(rows), array("f", shares), total_share)
     kernel.flat.mean(summed, negative, first.data_ptr(), first.numel())
     return first
 
 
-def _mean(rows: Sequence[Tensor], weights: Sequence[float], total_weight: float, negative: bool) -> Tensor:
+def _mean(rows: Sequence[Tensor], shares: Sequence[float], total_share: float, negative: bool) -> Tensor:
     scaled = rows[0].new_empty(min(rows[0].numel(), PIECE))
-    divisor = torch.tensor(total_weight, dtype=torch.float64).to(scaled)
+    divisor = torch.tensor(total_share, dtype=torch.float64).to(scaled)
     for acc, *others in zip(*(row.split(PIECE) for row in rows), strict=True):
-        acc.mul_(weights[0])
-        for part, weight in zip(others, weights[1:], strict=True):
-            acc.add_(torch.mul(part, weight, out=scaled[: part.numel()]))
-        if total_weight != 1.0:
+        acc.mul_(shares[0])
+        for part, share in zip(others, shares[1:], strict=True):
+            acc.add_(torch.mul(part, share, out=scaled[: part.numel()]))
+        if total_share != 1.0:
             acc.div_(divisor)
         if negative:
             acc.neg_()
@@ -293,7 +293,7 @@ def mean_and_sgd_step(
         addresses(velocities) if velocities else None,
         array("f", [-one for one in lr]),
     )
-    summed = WeightedSum(addresses(rows.tensors), array("f", rows.weights), rows.total_weight)
+    summed = WeightedSum(addresses(rows.tensors), array("f", rows.shares), rows.total_share)
     kernel.flat.descend(summed, descent, momentum, rule is NESTEROV, fused)
     return True
 
