@@ -73,7 +73,7 @@ class Altered(GlooTransport):
         ({"contributes": 0}, "dropped"),  # a contribution that is lost is none that is wrong
         ({"round": -2}, r"Node 0 writes a checkpoint while node 0 ends round 1. Call checkpoint\(\) on every node"),
         ({"elements": 31}, "Round 1: node 0 came with 31 elements, and 32 were expected"),
-        ({"share": 0.5}, "came with a weight of 0.5, and 1 was expected"),
+        ({"share": 0.5}, "came with a share of 0.5, and 1 was expected"),
     ],
 )
 def test_headers_that_end_a_run(change: dict[str, Any], said: str | None) -> None:

@@ -89,7 +89,7 @@ class Exchange:
         self.layout = Layout(tuple(shape.numel() for shape in self.shapes), nodes)
         self.partition = Partition(self.layout, here, self.shapes, self.params)
         self.delta = flat_kernels.alloc_huge_pages(self.layout.total, self.dtype)
-        # of every node: its displacement in this partition; this node's own is where it was formed
+        # received[k] is node k's displacement in this node's partition; the own entry is a view of `self.delta`
         rows = [flat_kernels.alloc_huge_pages(len(self.partition), self.dtype) for _ in range(nodes - 1)]
         self.received = [*rows[:here], self.delta[self.partition.range], *rows[here:]]
         self._stats = [ChecksumAndMax()] * nodes  # of every partition of this node's displacement
@@ -107,7 +107,10 @@ class Exchange:
 
     @property
     def mean(self) -> Tensor:
-        """The mean displacement in this node's partition after the outer step, up to its sign."""
+        """The mean displacement in this node's partition.
+
+        Valid only after `take_outer_step`, which may leave it negated.
+        """
         return self._mean
 
     @property
@@ -311,7 +314,9 @@ class Exchange:
         here, shares = self.transport.node, participants.shares
         takes_part, nothing = here in shares, self.delta[:0]
         header = self._header(t, takes_part, shares.get(here, 0.0), statement)
-        if not self._sizes_agreed:  # asked once, on its own: gloo ends a process that gets more than it expects
+        if not self._sizes_agreed:
+            # In the first exchange, send the header alone and compare buffer sizes: gloo aborts the process if a
+            # message is larger than the receive buffer.
             headers = await self.transport.exchange_with_header(header)
             self._check_headers(t, participants, headers, criteria)
             self._sizes_agreed = True
@@ -336,7 +341,7 @@ class Exchange:
             if header.elements != self.layout.total:
                 wrong = f"{header.elements} elements, and {self.layout.total} were expected"
             elif header.share != share:
-                wrong = f"a weight of {header.share:g}, and {share:g} was expected"
+                wrong = f"a share of {header.share:g}, and {share:g} was expected"
             else:
                 continue
             raise ExchangeAborted(f"Round {t}: node {k} came with {wrong}. Restart all nodes from the last checkpoint.")
@@ -349,10 +354,11 @@ class Exchange:
     async def compare_weights_at_barrier(
         self, round: int, step: int, x: Tensor, guard: bool
     ) -> tuple[list[Header], list[Pair]]:
-        """Meet all nodes before a checkpoint or after the last round: nodes that loaded other weights load them again.
+        """Meet all nodes before a checkpoint or after the last round, and repair the weights that differ.
 
-        Returns the headers, and (owner, receiver) of what was loaded again; the headers alone, where the nodes are not
-        at the same step.
+        A partition that a node loaded wrongly is sent to it again, into `x`; the caller must reload the parameters.
+        Returns the headers and the (owner, receiver) pairs that were sent again. If any node is at another step,
+        nothing is compared and there are no pairs.
         """
         header = barrier_header(self._header(0, False, 0.0, Statement()), round, step)
         headers = await self.transport.exchange_with_header(header)

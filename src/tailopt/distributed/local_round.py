@@ -41,8 +41,8 @@ class LocalRound:
 
     Attributes:
         loss: of the round, as the user reports it.
-        threshold_recorder: of what the steps of this round clipped, from which thresholds that are "auto" follow; None
-            where none is.
+        threshold_recorder: statistics of the gradients clipped in this round. The next "auto" thresholds are computed
+            from them. None if no threshold of the inner rule is "auto".
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class LocalRound:
         return time.perf_counter() - self._began
 
     def clear(self, initial_states: Sequence[State] | None) -> None:
-        """Forget the steps of the last round.
+        """Forget the steps of the last round: the first half of a new round, also where this node takes no part in it.
 
         Where the inner state is not kept, it becomes `initial_states`, or empty if there are none.
         """
@@ -91,7 +91,10 @@ class LocalRound:
                 self.optimizer.state[p] = state
 
     def begin(self) -> None:
-        """Begin the local steps, and remember the state to which an excluded node goes back."""
+        """Begin the local steps: the second half of a new round, after `clear`, only where this node takes part in it.
+
+        Remembers the state to which an excluded node goes back.
+        """
         if self._keeps_state and self._can_be_excluded:
             self._state_before = copy.deepcopy(self.optimizer.state_dict()["state"])
         self.loss = math.nan
@@ -107,6 +110,8 @@ class LocalRound:
         if self._agreed_hparams is not None:
             for group in self.optimizer.param_groups:
                 group.update(self._agreed_hparams.at(t, total_steps))
+        # With agreed hyperparameters `bound` does not read these, but their number is the number of steps, and a
+        # checkpoint in the middle of a round has them.
         hparams = bounding_hparams(self.optimizer, self._params)
         loss = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
         # only now: a step that raised is no step, and a caller that catches the error is still in the same round
@@ -116,7 +121,7 @@ class LocalRound:
         return loss
 
     def _record_clipped(self, recorder: GradientRecorder, total_steps: int) -> None:
-        """Record what a step clipped, from which thresholds that are "auto" follow."""
+        """Record what a step clipped; the next "auto" thresholds are computed from it."""
         assert self._agreed_hparams is not None
         assert self._agreed_hparams.auto_thresholds is not None
         moving = [i for i, p in enumerate(self._params) if p.grad is not None]

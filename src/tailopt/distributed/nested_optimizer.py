@@ -68,8 +68,8 @@ class NestedOptimizer(Optimizer):
         weight: of this node in the mean.
         participation, participants, sampling, seed, projection, average, guard, aggregate: as in `tailopt.simulate`.
         on_drop: where this node continues when its contribution to a round is lost: "sync", from the global weights,
-            or "keep", from its own; then its next displacement is everything since, and only its finiteness is
-            checked.
+            or "keep", from its own. Its next displacement then also contains the lost round's movement; no bound
+            applies, so the guard only rejects NaN and inf.
         inner_state: "keep", or "reset" to begin every round with a new inner state.
         rounds: after this many the run is `finished`; needed where not every node takes part in every round, so that
             nobody waits for nodes that have left.
@@ -162,7 +162,7 @@ class NestedOptimizer(Optimizer):
         inner_thresholds = None if settings is None else settings.inner.auto_thresholds
         self._auto_thresholds = RoundThresholds(inner_thresholds, self._outer.auto_thresholds)
         group = node_group(mesh)
-        rank_group(group, params)  # before anybody is asked: the ranks of a node have nothing to agree on
+        rank_group(group, params)  # result unused: its checks reject an invalid mesh before the first message
         transport = GlooTransport.of(group, timeout, stall_timeout)
         buffers = Buffers(model) if model is not None else None
         policy = replace(policy, nodes=transport.nodes)

@@ -79,8 +79,8 @@ class NodeRecords:
         self.history: list[dict[str, Any]] = []
         self.resumed: Resumed | None = None
         self.writers = node.nodes  # that wrote the checkpoint from which this run continued
-        # Checkpoints hold this in place of what `extra()` returns: the user's function cannot be called before
-        # `allow_extra`, since the program has not restored what it reads. None from then on.
+        # Until `allow_extra()` is called, checkpoints store this value instead of calling the user's `extra()`, because
+        # the user's program may not have restored its state yet. Afterwards it is None.
         self._resumed_extra: dict[str, Any] | None = {}
         self._rates: Rates | None = None
         self._inputs: FirstInputs | None = None
