@@ -185,7 +185,7 @@ class Node:
     def _gather_statistics(
         self, report: ExchangeReport, recorder: GradientRecorder | None, policy: RoundPolicy
     ) -> None:
-        """Gather what thresholds that are "auto" follow."""
+        """Gather the statistics from which the next "auto" thresholds are computed."""
         statistics, outer = self.exchange.statistics, self.auto_thresholds.outer
         if recorder is not None:
             by_node = blocking(statistics.of_gradients(recorder, policy.local_steps or 0))
