@@ -38,10 +38,10 @@ from cpu_step import TOLERANCE, gpt2_shapes, machine, put
 from torch import Tensor
 
 from tailopt.distributed import flat_kernels
+from tailopt.distributed.exchange_types import JudgingCriteria, Statement
 from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.node import Node
-from tailopt.distributed.round_records import JudgingCriteria, Statement
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.hyperparameters import outer_hyperparameters
 from tailopt.rounds.participants import Sampling

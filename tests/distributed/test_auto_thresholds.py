@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import tailopt
 from tailopt import faults
 from tailopt.distributed.errors import Disagreement
-from tailopt.distributed.header import Damaged
+from tailopt.distributed.header import ExchangeAborted
 from tailopt.records.checkpoints import digest
 from tailopt.records.folder import Run
 from tailopt.seeds import generator
@@ -158,10 +158,10 @@ def deviates(rank: int) -> list[str]:
             loss(net, batches(rank, t, 0, generator(0, "batch", t, rank, 0))).backward()
             opt.step()
             if rank == 1 and t == 0:  # a bit of what was gathered changes on one node
-                assert opt.node.thresholds.inner is not None
-                state = opt.node.thresholds.inner.state()
-                opt.node.thresholds.inner.load_state({**state, "gradients": state["gradients"] + 1})
-    except Damaged as error:
+                assert opt.node.auto_thresholds.inner is not None
+                state = opt.node.auto_thresholds.inner.state()
+                opt.node.auto_thresholds.inner.load_state({**state, "gradients": state["gradients"] + 1})
+    except ExchangeAborted as error:
         return [str(disagreement.value), str(error)]
     return []
 

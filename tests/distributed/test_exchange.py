@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailopt.distributed.exchange import Exchange
+from tailopt.distributed.exchange_types import JudgingCriteria, Statement
 from tailopt.distributed.gloo import GlooTransport
-from tailopt.distributed.header import Damaged, Header
+from tailopt.distributed.header import ExchangeAborted, Header
 from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.layout import ALIGNMENT, Layout
-from tailopt.distributed.round_records import JudgingCriteria, Statement
 from tailopt.rounds.block_norm import BLOCK
 from tailopt.rounds.participants import Sampling
 
@@ -73,7 +73,7 @@ class Altered(GlooTransport):
         ({"contributes": 0}, "dropped"),  # a contribution that is lost is none that is wrong
         ({"round": -2}, r"Node 0 writes a checkpoint while node 0 ends round 1. Call checkpoint\(\) on every node"),
         ({"elements": 31}, "Round 1: node 0 came with 31 elements, and 32 were expected"),
-        ({"share": 0.5}, "came with a weight of 0.5, and 1 was expected"),
+        ({"share": 0.5}, "came with a share of 0.5, and 1 was expected"),
     ],
 )
 def test_headers_that_end_a_run(change: dict[str, Any], said: str | None) -> None:
@@ -88,7 +88,7 @@ def test_headers_that_end_a_run(change: dict[str, Any], said: str | None) -> Non
         report, _ = blocking(exchange.exchange_and_settle(1, who, x, {}, {}, Statement(1), JudgingCriteria()))
         assert [e.reason for e in report.settlement.excluded] == ([said] if said else [])
     else:
-        with pytest.raises(Damaged, match=said):
+        with pytest.raises(ExchangeAborted, match=said):
             blocking(exchange.exchange_and_settle(1, who, x, {}, {}, Statement(1), JudgingCriteria()))
 
 
@@ -109,7 +109,7 @@ def main(rank: int, store: str, out: str) -> None:
             )
         )
         said = "nothing"
-    except Damaged as error:
+    except ExchangeAborted as error:
         said = str(error)
     Path(out, str(rank)).write_text(json.dumps(said))
 

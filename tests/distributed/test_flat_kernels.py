@@ -46,8 +46,8 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
 
 
-def torch_stats(x: torch.Tensor) -> flat_kernels.BufferStats:
-    return flat_kernels.BufferStats(flat_kernels._checksum(x), flat_kernels._max_abs(x))
+def torch_stats(x: torch.Tensor) -> flat_kernels.ChecksumAndMax:
+    return flat_kernels.ChecksumAndMax(flat_kernels._checksum(x), flat_kernels._max_abs(x))
 
 
 def signed(value: int) -> int:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailopt.distributed.header import Damaged, Header
+from tailopt.distributed.header import ExchangeAborted, Header
 from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.transport import ExchangeCounter, Messages, Transport
 
@@ -22,8 +22,8 @@ headers = st.builds(
     loss=st.floats(allow_nan=False),
     steps=words,
     bound_digest=words,
-    trained_digest=words,
-    thresholds_digest=words,
+    trainable_set_digest=words,
+    auto_thresholds_digest=words,
     may_be_last=words,
     sent_finite=words,
     seconds=st.floats(allow_nan=False),
@@ -42,13 +42,13 @@ def test_a_header_comes_back(header: Header, sequence: int) -> None:
 def test_any_flipped_bit_is_seen(header: Header, bit: int, data: st.DataObject) -> None:
     packed = header.packed(3)
     packed[data.draw(st.integers(0, packed.numel() - 1))] ^= torch.tensor(1).bitwise_left_shift(bit)
-    with pytest.raises(Damaged, match="Node 1 received something else than node 0 sent: the header"):
+    with pytest.raises(ExchangeAborted, match="Node 1 received something else than node 0 sent: the header"):
         Header.unpacked(packed.tolist(), 3, 0, 1)
 
 
 @given(headers)
 def test_a_header_of_another_exchange_is_refused(header: Header) -> None:
-    with pytest.raises(Damaged):
+    with pytest.raises(ExchangeAborted):
         Header.unpacked(header.packed(3).tolist(), 4, 0, 1)
 
 
@@ -73,5 +73,5 @@ class Repeating(Transport):
 def test_a_small_message_that_arrives_twice_is_refused() -> None:
     transport = Repeating()
     assert blocking(transport.gather(torch.tensor([7]))).tolist() == [[7], [7]]
-    with pytest.raises(Damaged, match="Node 0 received something else than node 1 sent: a small message"):
+    with pytest.raises(ExchangeAborted, match="Node 0 received something else than node 1 sent: a small message"):
         blocking(transport.gather(torch.tensor([8])))

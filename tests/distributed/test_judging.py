@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
+from tailopt.distributed.exchange_types import JudgingCriteria
 from tailopt.distributed.flat_kernels import checksum_and_max
 from tailopt.distributed.interfaces import blocking
-from tailopt.distributed.judging import Displacement, Judge, ReceivedRound
+from tailopt.distributed.judging import Displacement, Judge, RoundContext
 from tailopt.distributed.layout import Layout
 from tailopt.distributed.node_bounds import NodeBounds
 from tailopt.distributed.partition import Partition
-from tailopt.distributed.round_records import JudgingCriteria
 from tailopt.distributed.verdicts import Verdict
 from tailopt.native import library
 from tailopt.rounds.guard import NOT_FINITE, Bound, Exclusion
@@ -34,7 +34,7 @@ def test_an_infinite_bound_lets_no_infinity_through(
     partition = Partition(Layout((5, 4), nodes=1), 0, SHAPES)
     judge = Judge(partition, NAMES, [torch.float32] * 2, None)
     row = torch.zeros(len(partition))
-    received = ReceivedRound(
+    context = RoundContext(
         t=1,
         participants=Participants([0], {0: 1.0}),
         headers=[],
@@ -47,20 +47,20 @@ def test_an_infinite_bound_lets_no_infinity_through(
     )
 
     def verdict() -> list[float] | None:
-        found = judge.verdict(0, Displacement(row, checksum_and_max(row), None), received, NAMES)
+        found = judge.verdict(0, Displacement(row, checksum_and_max(row), None), context, NAMES)
         return None if found is None else [float(x) for x in found]
 
     async def gather(row: torch.Tensor) -> list[float]:
         return partition.sums_by_tensor(partition.block_sums(row)[None])
 
-    partition.segment_views(row)[1][2] = 3e38
+    partition.segments_of_partition(row)[1][2] = 3e38
     verdicts: dict[int, Exclusion] = {}
     assert verdict() is None
-    blocking(judge.judge_norms([row], gather, received, verdicts))
+    blocking(judge.judge_norms([row], gather, context, verdicts))
     assert verdicts == {}
-    partition.segment_views(row)[1][2] = bad
+    partition.segments_of_partition(row)[1][2] = bad
     found = verdict()
     assert found is not None and found[0] == Verdict.NOT_FINITE
     verdicts[0] = Exclusion(0, "b", bad, None, NOT_FINITE)  # as all nodes have gathered it
-    blocking(judge.judge_norms([row], gather, received, verdicts))
+    blocking(judge.judge_norms([row], gather, context, verdicts))
     assert verdicts[0].reason == NOT_FINITE

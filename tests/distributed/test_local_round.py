@@ -10,7 +10,7 @@ from torch import nn
 
 import tailopt
 from tailopt.distributed.local_round import LocalRound
-from tailopt.distributed.trained_parameters import named_parameters
+from tailopt.distributed.trainable_set import named_parameters
 
 
 def local_round(lr: float | torch.Tensor) -> tuple[nn.Parameter, LocalRound]:

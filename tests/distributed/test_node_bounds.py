@@ -136,7 +136,7 @@ def test_stated_bounds_on_a_norm(server: forked.Server, lrs: list[float], partic
 
 
 def test_a_verdict_that_means_nothing_names_its_sender(server: forked.Server) -> None:
-    expected = r"Damaged: Round 2: node 2 sent a verdict about node 0 that cannot be read \(code 17\)"
+    expected = r"ExchangeAborted: Round 2: node 2 sent a verdict about node 0 that cannot be read \(code 17\)"
     for end in server.run(f"{HERE}:trained", 3, lrs=[1e-3] * 3, verdict=[17.0, 0.0, 0.0, 0.0]):
         assert end.status == 1 and re.search(expected, end.said), end.said
 
@@ -153,11 +153,11 @@ def test_a_verdict_that_means_nothing_names_its_sender(server: forked.Server) ->
     ],
 )
 def test_codes_and_tensors_that_no_verdict_has(verdict: tuple[float, float, float, float], said: str) -> None:
-    from tailopt.distributed.header import Damaged
+    from tailopt.distributed.header import ExchangeAborted
     from tailopt.distributed.verdicts import SOUND, merge_verdicts
 
     rows = [[SOUND, SOUND], [verdict, SOUND]]
-    with pytest.raises(Damaged, match=rf"node 1 sent a verdict about node 0 that cannot be read \({said}\)"):
+    with pytest.raises(ExchangeAborted, match=rf"node 1 sent a verdict about node 0 that cannot be read \({said}\)"):
         merge_verdicts(1, [0, 1], rows, [0, 1], ["a", "b", "c", "d", "e", "f"])
 
 
@@ -166,7 +166,7 @@ def test_an_owner_whose_new_weights_are_not_finite_is_named_alone(server: forked
     ends = server.run(f"{HERE}:trained", 3, lrs=[1e-3] * 3, diverging=owner)
     for end in ends:
         assert end.status == 1
-        said = re.search(r"Damaged: (Round 3 ended with weights that are not finite, .*?)\. Lower", end.said)
+        said = re.search(r"ExchangeAborted: (Round 3 ended with weights that are not finite, .*?)\. Lower", end.said)
         assert said is not None, end.said
         assert said[1] == f"Round 3 ended with weights that are not finite, in the partition of node {owner}"
 

@@ -29,11 +29,11 @@ async def gather_buffers(transport: Transport, buffers: Mapping[str, Tensor]) ->
 def mean_buffers(
     mean: BufferMean,
     by_node: Sequence[Mapping[str, Tensor]],
-    weights: Mapping[int, float],
-    total_weight: float,
+    shares: Mapping[int, float],
+    total_share: float,
     like: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """The mean of the counted nodes' buffers, in the types of `like`."""
-    for node, weight in weights.items():
-        mean.add(by_node[node], weight)
-    return mean.result(total_weight, like)
+    for node, share in shares.items():
+        mean.add(by_node[node], share)
+    return mean.result(total_share, like)

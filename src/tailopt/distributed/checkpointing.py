@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tailopt.clipping.dtensor import is_dtensor
+from tailopt.distributed.all_ranks import AllRanks
 from tailopt.distributed.exchange import CHECKPOINT_ON_ALL_NODES
 from tailopt.distributed.interfaces import blocking
-from tailopt.distributed.rank_group import RankGroup
 from tailopt.distributed.shared_state import NodeCountDiffers, merged_meta, read, shared_ranges_and_meta
 from tailopt.records import checkpoints, history, multi_writer
 from tailopt.records.checkpoints import DamagedCheckpoint, Snapshot
@@ -81,7 +81,7 @@ class CheckpointCoordinator:
         last: the checkpoint that all nodes wrote, or can read.
     """
 
-    ranks: RankGroup
+    ranks: AllRanks
     folder: Path
     keep: int = 3
     guard: bool = True
@@ -113,19 +113,19 @@ class CheckpointCoordinator:
         self.ranks.all_ranks_do(first)
         self.ranks.all_ranks_do(others)
 
-    def record(self, row: dict[str, Any], local: Mapping[int, float]) -> None:
-        """Add a row to the history; where the disk is full, before the next one.
+    def record(self, row: dict[str, Any], local_seconds: Mapping[int, float]) -> None:
+        """Append a row to the history. If the disk is full, the row is queued and written before the next one.
 
-        local: seconds of every participant's local steps. The slowest node is recorded with the times, and in the
-        log where the others wait for it.
+        local_seconds: how long the local steps of every participant took, by node. The slowest node is recorded with
+        the times, and in the log where the others wait for it.
         """
         now = time.perf_counter()
         seconds: dict[str, Any] = {"round_seconds": now - self._began}
         self._began = now
-        if local:
-            slowest = max(local, key=lambda node: local[node])
-            seconds |= {"slowest_node": slowest, "local": local[slowest]}
-            self._log_slowest(row["round"], slowest, local)
+        if local_seconds:
+            slowest = max(local_seconds, key=lambda node: local_seconds[node])
+            seconds |= {"slowest_node": slowest, "local": local_seconds[slowest]}
+            self._log_slowest(row["round"], slowest, local_seconds)
         if self.run is not None:
             self._rows.append((row, seconds))
             try:
@@ -133,14 +133,14 @@ class CheckpointCoordinator:
             except OSError as error:
                 self.warn(f"The history of round {row['round']} could not be written yet: {error}.")
 
-    def _log_slowest(self, t: int, slowest: int, local: Mapping[int, float]) -> None:
+    def _log_slowest(self, t: int, slowest: int, local_seconds: Mapping[int, float]) -> None:
         """A line in the log when another node than before keeps the others waiting for long."""
-        others = sorted(value for node, value in local.items() if node != slowest)
+        others = sorted(value for node, value in local_seconds.items() if node != slowest)
         usual = others[(len(others) - 1) // 2] if others else 0.0
-        if others and slowest != self._slowest and local[slowest] > max(1.5 * usual, usual + 0.1):
+        if others and slowest != self._slowest and local_seconds[slowest] > max(1.5 * usual, usual + 0.1):
             self._slowest = slowest
             self.log(
-                f"round {t}: node {slowest} is the slowest: its local steps took {local[slowest]:.3g} s, and "
+                f"round {t}: node {slowest} is the slowest: its local steps took {local_seconds[slowest]:.3g} s, and "
                 f"{usual:.3g} s is the median of the others"
             )
 
@@ -232,7 +232,7 @@ class CheckpointCoordinator:
             "writers": self.ranks.across.nodes,
             "ranks": self.ranks.ranks_per_node,
             "story": self.resume_log,
-            **({"thresholds": node.thresholds.state()} if node.thresholds.levels else {}),
+            **({"thresholds": node.auto_thresholds.state()} if node.auto_thresholds.levels else {}),
         }
 
         def meta(parts: list[dict[str, Any]]) -> dict[str, Any]:

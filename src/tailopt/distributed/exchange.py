@@ -29,20 +29,20 @@ from tailopt.clipping.operators import compute_dtype
 from tailopt.clipping.step_cache import StepCache
 from tailopt.distributed import flat_kernels
 from tailopt.distributed.buffers import gather_buffers, mean_buffers
-from tailopt.distributed.flat_kernels import BufferStats, SegmentTable
-from tailopt.distributed.header import Damaged, Header, barrier_header, digest_of_bound
+from tailopt.distributed.exchange_types import ExchangeReport, JudgingCriteria, Statement
+from tailopt.distributed.flat_kernels import ChecksumAndMax, SegmentTable
+from tailopt.distributed.header import ExchangeAborted, Header, barrier_header, digest_of_bound
 from tailopt.distributed.interfaces import blocking
-from tailopt.distributed.judging import Displacement, Judge, ReceivedRound
+from tailopt.distributed.judging import Displacement, Judge, RoundContext
 from tailopt.distributed.layout import Layout, Segment
 from tailopt.distributed.node_bounds import NodeBounds, RoundHeaders, agreed_bounds, stated_bounds
 from tailopt.distributed.outer_step import PendingMean, outer_step
 from tailopt.distributed.partition import Partition
 from tailopt.distributed.rank_shards import RankShards
-from tailopt.distributed.round_records import ExchangeReport, JudgingCriteria, Statement
 from tailopt.distributed.threshold_statistics import StatisticsExchange
 from tailopt.distributed.transport import Transport
-from tailopt.distributed.verdicts import check_thresholds, header_verdict, merge_verdicts
-from tailopt.distributed.weight_sync import Pair, WeightSync, check_finite
+from tailopt.distributed.verdicts import check_auto_thresholds, header_verdict, merge_verdicts
+from tailopt.distributed.weight_sync import Pair, WeightSync, check_sent_weights_finite
 from tailopt.rounds.block_norm import root_of_sum
 from tailopt.rounds.guard import Exclusion
 from tailopt.rounds.mean import BufferMean
@@ -54,8 +54,8 @@ from tailopt.rules.rule import Hyperparameters, Rule, State
 CHECKPOINT_ON_ALL_NODES = "Call checkpoint() on every node, after the same step."
 
 
-class TrainedParametersDiffer(Exception):
-    """The nodes do not train the same parameters any more; which node trains what is in their facts."""
+class TrainableSetsDiffer(Exception):
+    """The nodes do not train the same parameters any more. `TrainableSet.disagreement` finds out which differ."""
 
 
 @dataclass
@@ -89,17 +89,17 @@ class Exchange:
         self.layout = Layout(tuple(shape.numel() for shape in self.shapes), nodes)
         self.partition = Partition(self.layout, here, self.shapes, self.params)
         self.delta = flat_kernels.alloc_huge_pages(self.layout.total, self.dtype)
-        # of every node: its displacement in this partition; this node's own is where it was formed
+        # received[k] is node k's displacement in this node's partition; the own entry is a view of `self.delta`
         rows = [flat_kernels.alloc_huge_pages(len(self.partition), self.dtype) for _ in range(nodes - 1)]
         self.received = [*rows[:here], self.delta[self.partition.range], *rows[here:]]
-        self._stats = [BufferStats()] * nodes  # of every partition of this node's displacement
+        self._stats = [ChecksumAndMax()] * nodes  # of every partition of this node's displacement
         self._mean = self.received[here]
         self._pending: PendingMean | None = None  # what `_mean` will be, where it is not added up yet
         self._sizes_agreed = False
         self._outer_cache = StepCache()
-        table = SegmentTable.of((s for k in range(nodes) for s in self.layout.segments(k)), self.layout.cuts)
-        self._segments = table
-        self._weight_sync = WeightSync(self.layout, table, here)
+        segments = (s for k in range(nodes) for s in self.layout.segments(k))
+        self._all_segments = SegmentTable.of(segments, self.layout.cuts)  # of all partitions
+        self._weight_sync = WeightSync(self.layout, self._all_segments, here)
         sharded = self.partition.sharded
         self._ranks = None if self.rank_transport is None else RankShards(self.rank_transport, self.layout, sharded)
         self._judge = Judge(self.partition, self.names, self.param_dtypes, self._ranks)
@@ -107,12 +107,15 @@ class Exchange:
 
     @property
     def mean(self) -> Tensor:
-        """The mean displacement in this node's partition after the outer step, up to its sign."""
+        """The mean displacement in this node's partition.
+
+        Valid only after `take_outer_step`, which may leave it negated.
+        """
         return self._mean
 
     @property
-    def segments(self) -> list[Segment]:
-        """This node's partition by tensor."""
+    def own_segments(self) -> list[Segment]:
+        """The segments of this node's own partition."""
         return self.partition.segments
 
     @property
@@ -130,7 +133,7 @@ class Exchange:
 
     def measure_displacement(self, params: Sequence[Tensor], x: Tensor) -> None:
         """Form `self.delta`: how far this node's parameters are from the synchronised weights."""
-        self._stats = flat_kernels.displacement(params, x, self.delta, self._segments, self.layout.cuts)
+        self._stats = flat_kernels.displacement(params, x, self.delta, self._all_segments, self.layout.cuts)
 
     def load(self, params: Sequence[Tensor], x: Tensor) -> None:
         """Copy the synchronised weights into the parameters, and note what was loaded."""
@@ -160,9 +163,9 @@ class Exchange:
         differing = await self._weight_sync.resend_differing(self.transport, t - 1, headers, x)
         all_buffers = await gather_buffers(self.transport, buffers)
         bounds = await self._bounds(t, participants, headers, statement, criteria)
-        received = ReceivedRound(t, participants, headers, x, all_buffers, buffers_before, bounds, differing, criteria)
-        verdicts = await self._verdicts(received)
-        settlement = self._settle(received, verdicts, await self._lengths(received, verdicts))
+        context = RoundContext(t, participants, headers, x, all_buffers, buffers_before, bounds, differing, criteria)
+        verdicts = await self._verdicts(context)
+        settlement = self._settle(context, verdicts, await self._norms(context, verdicts))
         report = ExchangeReport(
             settlement,
             seconds={node: headers[node].seconds for node in participants.shares},
@@ -176,29 +179,29 @@ class Exchange:
         return report, mean_buffers(into, all_buffers, settlement.counted_shares, settlement.total_share, buffers)
 
     def _settle(
-        self, received: ReceivedRound, verdicts: Mapping[int, Exclusion], lengths: Mapping[int, float]
+        self, context: RoundContext, verdicts: Mapping[int, Exclusion], norms: Mapping[int, float]
     ) -> Settlement:
         """Turn verdicts into who counts, the same on every node; a robust mean may exclude further nodes.
 
-        lengths: norms of the displacements of nodes without a verdict, where the robust mean asks for them.
+        norms: of the displacements of nodes without a verdict, where the robust mean asks for them.
         """
-        shares, headers, criteria = received.participants.shares, received.headers, received.criteria
+        shares, headers, criteria = context.participants.shares, context.headers, context.criteria
         excluded = [verdicts[node] for node in shares if node in verdicts]
         sound = [node for node in shares if node not in verdicts]
         if criteria.robust_mean is not None and sound:
-            by_row = {id(self.received[i]): length for i, length in lengths.items()}
+            norm_by_row = {id(self.received[i]): norm for i, norm in norms.items()}
             rows = [[self.received[i]] for i in sound]
-            excluded += criteria.robust_mean.outliers(rows, sound, lambda delta: by_row[id(delta[0])])
-        round_headers = RoundHeaders(received.t, headers, shares, most_steps=criteria.most_steps)
+            excluded += criteria.robust_mean.outliers(rows, sound, lambda delta: norm_by_row[id(delta[0])])
+        round_headers = RoundHeaders(context.t, headers, shares, most_steps=criteria.most_steps)
         steps = {node: round_headers.plausible_steps(node) for node in shares}
         losses = {node: header.loss for node, header in enumerate(headers)}
-        return settle(received.t, received.participants, steps, excluded, losses)
+        return settle(context.t, context.participants, steps, excluded, losses)
 
     def _form_or_defer_mean(self, settlement: Settlement, robust_mean: Aggregate | None) -> None:
         """Combine the displacements in this partition; a weighted mean is added up later, with the outer step."""
         rows, shares = [self.received[i] for i in settlement.counted_shares], list(settlement.counted_shares.values())
         mean_function = (
-            robust_mean.mean_function(lambda delta: blocking(self._length(delta))) if robust_mean is not None else None
+            robust_mean.mean_function(lambda delta: blocking(self._norm(delta))) if robust_mean is not None else None
         )
         if mean_function is None:
             self._mean, self._pending = rows[0], PendingMean(rows, shares, settlement.total_share)
@@ -212,27 +215,31 @@ class Exchange:
 
         radius: the norm that all weights together may have, or None.
         """
-        norms: dict[str, Any] = {}
+        norm_hparam: dict[str, Any] = {}
         if rule.needs_norm:
             if self._pending is not None:  # the norm needs all of the mean first
                 self._pending.form(0, self._mean.numel())
                 self._pending = None
             squares = await self.gather_sums_of_squares(self._mean)
             norm_per_tensor = hparams.get("scope") == "tensor"
-            norms["norm"] = (
-                [root_of_sum([squares[s.tensor]]) for s in self.segments] if norm_per_tensor else root_of_sum(squares)
+            norm_hparam["norm"] = (
+                [root_of_sum([squares[s.tensor]]) for s in self.own_segments]
+                if norm_per_tensor
+                else root_of_sum(squares)
             )
         part, partition = x[self.partition.range], self.partition
-        by_segment = {**partition.hparams_by_segment(hparams), **norms}
+        by_segment = {**partition.hparams_by_segment(hparams), **norm_hparam}
         if self._pending is None or not self._pending.sgd_step(
             rule, part, states, by_segment, partition.segment_ranges
         ):
-            means = partition.segment_views(self._mean)
-            outer_step(rule, partition.views(x), means, states, by_segment, self._negated_mean, self._outer_cache)
+            means = partition.segments_of_partition(self._mean)
+            outer_step(
+                rule, partition.segments_of_flat(x), means, states, by_segment, self._negated_mean, self._outer_cache
+            )
         if radius is not None:
-            length = root_of_sum(await self.gather_sums_of_squares(part))
-            if length > radius:
-                part.mul_(radius / length)
+            norm = root_of_sum(await self.gather_sums_of_squares(part))
+            if norm > radius:
+                part.mul_(radius / norm)
         await self._weight_sync.all_gather_weights(self.transport, x)
 
     def _negated_mean(self, segment: int, mean: Tensor, cut: slice) -> Tensor:
@@ -262,18 +269,18 @@ class Exchange:
         sums = self.partition.sums_by_tensor(await self.transport.gather(self.partition.block_sums(buffer)))
         return sums if self._ranks is None else self._ranks.sum_over_ranks(sums)
 
-    async def _length(self, delta: Sequence[Tensor]) -> float:
+    async def _norm(self, delta: Sequence[Tensor]) -> float:
         """The norm of a displacement of which each node has its partition."""
         (buffer,) = delta
         return root_of_sum(await self.gather_sums_of_squares(buffer))
 
-    async def _lengths(self, received: ReceivedRound, verdicts: Mapping[int, Exclusion]) -> dict[int, float]:
+    async def _norms(self, context: RoundContext, verdicts: Mapping[int, Exclusion]) -> dict[int, float]:
         """The norms of all displacements without a verdict, for a robust mean that compares nodes by them."""
-        robust_mean = received.criteria.robust_mean
+        robust_mean = context.criteria.robust_mean
         if robust_mean is None or robust_mean.name != "median-norm":
             return {}
-        nodes = [k for k in received.participants.shares if k not in verdicts]
-        return {k: await self._length([self.received[k]]) for k in nodes}
+        nodes = [k for k in context.participants.shares if k not in verdicts]
+        return {k: await self._norm([self.received[k]]) for k in nodes}
 
     # headers
 
@@ -287,8 +294,8 @@ class Exchange:
             loss=statement.loss,
             steps=statement.steps,
             bound_digest=digest_of_bound(statement.bound),
-            trained_digest=statement.trained_digest,
-            thresholds_digest=statement.thresholds_digest,
+            trainable_set_digest=statement.trainable_set_digest,
+            auto_thresholds_digest=statement.auto_thresholds_digest,
             may_be_last=int(statement.may_be_last),
             seconds=statement.seconds,
             sent_digest=self._weight_sync.sent_stats.checksum,
@@ -302,12 +309,14 @@ class Exchange:
     ) -> list[Header]:
         """Every node's header; this partition of all participants' displacements is in `received` then.
 
-        A wrong number of elements raises Damaged. A header with a wrong round or node number only excludes its sender.
+        A wrong number of elements raises ExchangeAborted; a wrong round or node number only excludes its sender.
         """
         here, shares = self.transport.node, participants.shares
         takes_part, nothing = here in shares, self.delta[:0]
         header = self._header(t, takes_part, shares.get(here, 0.0), statement)
-        if not self._sizes_agreed:  # asked once, on its own: gloo ends a process that gets more than it expects
+        if not self._sizes_agreed:
+            # In the first exchange, send the header alone and compare buffer sizes: gloo aborts the process if a
+            # message is larger than the receive buffer.
             headers = await self.transport.exchange_with_header(header)
             self._check_headers(t, participants, headers, criteria)
             self._sizes_agreed = True
@@ -324,7 +333,7 @@ class Exchange:
         """Raise unless every node ends a round, with this node's number of elements and its expected share."""
         for k, header in enumerate(headers):
             if header.round < 0:
-                raise Damaged(
+                raise ExchangeAborted(
                     f"Node {k} writes a checkpoint while node {self.transport.node} ends round {t}. "
                     f"{CHECKPOINT_ON_ALL_NODES}"
                 )
@@ -332,30 +341,31 @@ class Exchange:
             if header.elements != self.layout.total:
                 wrong = f"{header.elements} elements, and {self.layout.total} were expected"
             elif header.share != share:
-                wrong = f"a weight of {header.share:g}, and {share:g} was expected"
+                wrong = f"a share of {header.share:g}, and {share:g} was expected"
             else:
                 continue
-            raise Damaged(f"Round {t}: node {k} came with {wrong}. Restart all nodes from the last checkpoint.")
-        if len({header.trained_digest for header in headers}) > 1:
-            raise TrainedParametersDiffer
-        check_thresholds(t, headers)
+            raise ExchangeAborted(f"Round {t}: node {k} came with {wrong}. Restart all nodes from the last checkpoint.")
+        if len({header.trainable_set_digest for header in headers}) > 1:
+            raise TrainableSetsDiffer
+        check_auto_thresholds(t, headers)
         if criteria.guard:
-            check_finite(t - 1, headers)
+            check_sent_weights_finite(t - 1, headers)
 
     async def compare_weights_at_barrier(
         self, round: int, step: int, x: Tensor, guard: bool
     ) -> tuple[list[Header], list[Pair]]:
-        """Meet all nodes before a checkpoint or after the last round: nodes that loaded other weights load them again.
+        """Meet all nodes before a checkpoint or after the last round, and repair the weights that differ.
 
-        Returns the headers, and (owner, receiver) of what was loaded again; the headers alone, where the nodes are not
-        at the same step.
+        A partition that a node loaded wrongly is sent to it again, into `x`; the caller must reload the parameters.
+        Returns the headers and the (owner, receiver) pairs that were sent again. If any node is at another step,
+        nothing is compared and there are no pairs.
         """
         header = barrier_header(self._header(0, False, 0.0, Statement()), round, step)
         headers = await self.transport.exchange_with_header(header)
         if any((header.round, header.steps) != (-1 - round, step) for header in headers):
             return headers, []
         if guard:
-            check_finite(round, headers)
+            check_sent_weights_finite(round, headers)
         digests_at_round_start = self._weight_sync.loaded_digests
         differing = await self._weight_sync.resend_differing(self.transport, round, headers, x)
         if step:
@@ -381,21 +391,22 @@ class Exchange:
             return await stated_bounds(round_headers, statement.bound, self.names, gather)
         return await agreed_bounds(round_headers, criteria.expected_bound, statement.bound, len(self.names), gather)
 
-    async def _verdicts(self, received: ReceivedRound) -> dict[int, Exclusion]:
+    async def _verdicts(self, context: RoundContext) -> dict[int, Exclusion]:
         """The nodes that all leave out, and why: the worst that any node saw."""
         here, nodes = self.transport.node, self.transport.nodes
-        tensor_and_buffer_names = [*self.names, *(received.buffers[0] if received.buffers else ())]
+        tensor_and_buffer_names = [*self.names, *(context.buffers[0] if context.buffers else ())]
         mine = torch.zeros(nodes, 4, dtype=torch.float64)
-        senders = {receiver: owner for owner, receiver in reversed(received.differing)}
-        for node in received.participants.shares:
-            header = received.headers[node]
-            wrong_bound = node in received.bounds.wrong
-            row = header_verdict(received.t, node, header, senders.get(node), wrong_bound, received.criteria)
+        wrong_weights_owners = {receiver: owner for owner, receiver in reversed(context.differing)}
+        for node in context.participants.shares:
+            header = context.headers[node]
+            wrong_bound = node in context.bounds.wrong
+            owner = wrong_weights_owners.get(node)
+            row = header_verdict(context.t, node, header, owner, wrong_bound, context.criteria)
             if row is None:
                 stats = self._stats[node] if node == here else flat_kernels.checksum_and_max(self.received[node])
                 stated = None if node == here else header.checksums[here]
                 row = self._judge.verdict(
-                    node, Displacement(self.received[node], stats, stated), received, tensor_and_buffer_names
+                    node, Displacement(self.received[node], stats, stated), context, tensor_and_buffer_names
                 )
             if row is not None:
                 mine[node] = torch.tensor(row, dtype=torch.float64)
@@ -405,8 +416,8 @@ class Exchange:
             rows, judges = blocking(ranks.gather(rows)).flatten(0, 1), judges * ranks.nodes  # these nodes are ranks
         by_judge = [[tuple(about) for about in judge] for judge in rows.tolist()]
         verdicts = merge_verdicts(
-            received.t, list(received.participants.shares), by_judge, judges, tensor_and_buffer_names
+            context.t, list(context.participants.shares), by_judge, judges, tensor_and_buffer_names
         )
-        if received.criteria.guard:
-            await self._judge.judge_norms(self.received, self.gather_sums_of_squares, received, verdicts)
+        if context.criteria.guard:
+            await self._judge.judge_norms(self.received, self.gather_sums_of_squares, context, verdicts)
         return verdicts

@@ -3,7 +3,7 @@
     displacement        delta = p - x, with the checksum and the largest magnitude of every partition
     checksum_and_max    the checksum and the largest magnitude of what arrived
     load                p = x, with the checksum of every partition
-    mean                sum of weight * displacement over the total weight, in node order, two roundings per node
+    mean                sum of share * displacement over the total share, in node order, two roundings per node
     mean_and_sgd_step   the outer rules avg, sgd and nesterov on minus the mean, which then need not be written
 
 The kernel takes contiguous fp32 tensors on the CPU; torch takes everything else. `alloc_huge_pages` returns large pages
@@ -62,19 +62,19 @@ def alloc_huge_pages(count: int, dtype: torch.dtype) -> Tensor:
     return whole[start : start + size].view(dtype)
 
 
-class BufferStats(NamedTuple):
-    """A buffer's checksum as a signed number, and its largest magnitude; NaN or inf where an element is."""
+class ChecksumAndMax(NamedTuple):
+    """A flat tensor's checksum as a signed number, and its largest magnitude; NaN or inf where an element is."""
 
     checksum: int = 0
     max_abs: float = 0.0
 
 
 class Rows(NamedTuple):
-    """The displacements of several nodes, their weights, and the weight by which their sum is divided."""
+    """The displacements of several nodes, their shares, and the total share by which their sum is divided."""
 
     tensors: Sequence[Tensor]
-    weights: Sequence[float]
-    total_weight: float
+    shares: Sequence[float]
+    total_share: float
 
 
 class SegmentTable(tuple[Segment, ...]):
@@ -84,7 +84,7 @@ class SegmentTable(tuple[Segment, ...]):
     """
 
     counts: array[int]
-    places: array[int]
+    offsets_in_partition: array[int]  # of each segment, in the partition that it belongs to
     nodes: array[int]
     _params: tuple[list[int], array[int]]
     _flat: dict[int, array[int]]
@@ -96,7 +96,7 @@ class SegmentTable(tuple[Segment, ...]):
             return segments
         table = cls(segments)
         table.counts = array("q", [s.count for s in table])
-        table.places = array("q", [s.start - cuts[s.node] for s in table])
+        table.offsets_in_partition = array("q", [s.start - cuts[s.node] for s in table])
         table.nodes = array("i", [s.node for s in table])
         table._params, table._flat = ([], array("Q")), {}
         return table
@@ -117,7 +117,7 @@ class SegmentTable(tuple[Segment, ...]):
         return self._flat[begin]
 
 
-def checksum_and_max(x: Tensor) -> BufferStats:
+def checksum_and_max(x: Tensor) -> ChecksumAndMax:
     """One pass over a flat tensor: its checksum and its largest magnitude.
 
     Examples:
@@ -126,8 +126,8 @@ def checksum_and_max(x: Tensor) -> BufferStats:
     """
     kernel = library.loaded()
     if kernel is None or not _kernel_takes([x]):
-        return BufferStats(checksum(x), _max_abs(x))
-    return BufferStats(*_stats_at(kernel, x.data_ptr(), x.numel()))
+        return ChecksumAndMax(checksum(x), _max_abs(x))
+    return ChecksumAndMax(*_stats_at(kernel, x.data_ptr(), x.numel()))
 
 
 def checksum(x: Tensor) -> int:
@@ -189,7 +189,7 @@ def _shifted(z: Tensor, bits: int) -> Tensor:
 
 def displacement(
     params: Sequence[Tensor], x: Tensor, delta: Tensor, segments: Sequence[Segment], cuts: Sequence[int]
-) -> list[BufferStats]:
+) -> list[ChecksumAndMax]:
     """delta = params - x in the flat buffer, of which node k reduces cuts[k] to cuts[k + 1]; stats of every partition.
 
     x is rounded to a parameter's own type first: its rounding is no movement.
@@ -204,9 +204,9 @@ def displacement(
             torch.sub(p.to(d), begun.to(p.dtype).to(d), out=d)
         return [checksum_and_max(delta[cuts[k] : cuts[k + 1]]) for k in range(nodes)]
     table = SegmentTable.of(segments, cuts)
-    pieces = Pieces(table.counts, table.places, table.nodes, nodes)
+    pieces = Pieces(table.counts, table.offsets_in_partition, table.nodes, nodes)
     where = table.in_params(params), table.in_flat(x), table.in_flat(delta)
-    return list(map(BufferStats, *kernel.flat.displacement(*where, pieces)))
+    return list(map(ChecksumAndMax, *kernel.flat.displacement(*where, pieces)))
 
 
 def load(params: Sequence[Tensor], x: Tensor, segments: Sequence[Segment], cuts: Sequence[int]) -> list[int]:
@@ -224,13 +224,13 @@ def load(params: Sequence[Tensor], x: Tensor, segments: Sequence[Segment], cuts:
             torch._foreach_copy_([params[i] for i in begins], views)
         return [checksum(x[cuts[k] : cuts[k + 1]]) for k in range(nodes)]
     table = SegmentTable.of(segments, cuts)
-    pieces = Pieces(table.counts, table.places, table.nodes, nodes)
+    pieces = Pieces(table.counts, table.offsets_in_partition, table.nodes, nodes)
     checksums = kernel.flat.load(table.in_params(params), table.in_flat(x), pieces)
     torch.autograd.graph.increment_version(params)  # the kernel writes behind autograd's back
     return list(checksums)
 
 
-def mean(rows: Sequence[Tensor], weights: Sequence[float], total_weight: float, negative: bool = False) -> Tensor:
+def mean(rows: Sequence[Tensor], shares: Sequence[float], total_share: float, negative: bool = False) -> Tensor:
     """The weighted mean of flat tensors, or its negative, in the memory of the first.
 
     Examples:
@@ -240,20 +240,20 @@ def mean(rows: Sequence[Tensor], weights: Sequence[float], total_weight: float, 
     first = rows[0]
     kernel = library.loaded()
     if kernel is None or not _kernel_takes(rows):
-        return _mean(rows, weights, total_weight, negative)
-    summed = WeightedSum(addresses(rows), array("f", weights), total_weight)
+        return _mean(rows, shares, total_share, negative)
+    summed = WeightedSum(addresses(rows), array("f", shares), total_share)
     kernel.flat.mean(summed, negative, first.data_ptr(), first.numel())
     return first
 
 
-def _mean(rows: Sequence[Tensor], weights: Sequence[float], total_weight: float, negative: bool) -> Tensor:
+def _mean(rows: Sequence[Tensor], shares: Sequence[float], total_share: float, negative: bool) -> Tensor:
     scaled = rows[0].new_empty(min(rows[0].numel(), PIECE))
-    divisor = torch.tensor(total_weight, dtype=torch.float64).to(scaled)
+    divisor = torch.tensor(total_share, dtype=torch.float64).to(scaled)
     for acc, *others in zip(*(row.split(PIECE) for row in rows), strict=True):
-        acc.mul_(weights[0])
-        for part, weight in zip(others, weights[1:], strict=True):
-            acc.add_(torch.mul(part, weight, out=scaled[: part.numel()]))
-        if total_weight != 1.0:
+        acc.mul_(shares[0])
+        for part, share in zip(others, shares[1:], strict=True):
+            acc.add_(torch.mul(part, share, out=scaled[: part.numel()]))
+        if total_share != 1.0:
             acc.div_(divisor)
         if negative:
             acc.neg_()
@@ -293,7 +293,7 @@ def mean_and_sgd_step(
         addresses(velocities) if velocities else None,
         array("f", [-one for one in lr]),
     )
-    summed = WeightedSum(addresses(rows.tensors), array("f", rows.weights), rows.total_weight)
+    summed = WeightedSum(addresses(rows.tensors), array("f", rows.shares), rows.total_share)
     kernel.flat.descend(summed, descent, momentum, rule is NESTEROV, fused)
     return True
 

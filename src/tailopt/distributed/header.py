@@ -21,11 +21,11 @@ from tailopt.rounds.guard import Bound
 
 PROTOCOL = 4  # of the exchange; nodes with another one cannot talk to each other
 
-_FLOATS = ("share", "loss", "seconds")
+_FLOAT_FIELDS = ("share", "loss", "seconds")
 
 
-class Damaged(RuntimeError):
-    """What arrived cannot be used, and not because of a displacement: the run must end."""
+class ExchangeAborted(RuntimeError):
+    """The exchange cannot continue, and excluding a node would not help; the run must end."""
 
 
 class Header(NamedTuple):
@@ -41,8 +41,8 @@ class Header(NamedTuple):
         loss: the loss of its local steps.
         steps: local steps that it took in this round.
         bound_digest: a digest of how far it says it can have moved.
-        trained_digest: a digest of which parameters it trains.
-        thresholds_digest: a digest of the thresholds with which it began the round, where some are "auto".
+        trainable_set_digest: a digest of which parameters have requires_grad, by name and group.
+        auto_thresholds_digest: a digest of the thresholds with which it began the round, where some are "auto".
         may_be_last: 1 where this may be the last round, so that the nodes compare the new weights at once.
         seconds: how long its local steps took.
         sent_digest: a digest of the weights of its own partition, as it sent them at the end of the round before.
@@ -59,8 +59,8 @@ class Header(NamedTuple):
     loss: float = float("nan")
     steps: int = 0
     bound_digest: int = 0
-    trained_digest: int = 0
-    thresholds_digest: int = 0
+    trainable_set_digest: int = 0
+    auto_thresholds_digest: int = 0
     may_be_last: int = 0
     seconds: float = 0.0
     sent_digest: int = 0
@@ -70,24 +70,25 @@ class Header(NamedTuple):
 
     def packed(self, sequence: int) -> Tensor:
         """The header of an exchange as 64-bit words, the digest of the others last."""
-        single: Any = self[: len(_WORDS)]
-        words = [_bits(value) if name in _FLOATS else value for name, value in zip(_WORDS, single, strict=True)]
+        scalars: Any = self[: len(_SCALAR_FIELDS)]
+        named_scalars = zip(_SCALAR_FIELDS, scalars, strict=True)
+        words = [_bits(value) if name in _FLOAT_FIELDS else value for name, value in named_scalars]
         words += [*self.checksums, *self.loaded_digests]
         return torch.tensor([*words, digest64(struct.pack(f"<{len(words)}q", *words), sequence)], dtype=torch.int64)
 
     @classmethod
     def unpacked(cls, words: list[int], sequence: int, sender: int, receiver: int) -> Header:
-        """The header that was packed; `Damaged` where it is not what was sent in this exchange."""
+        """The header that was packed; raises `ExchangeAborted` if the words are not those sent in this exchange."""
         if digest64(struct.pack(f"<{len(words) - 1}q", *words[:-1]), sequence) != words[-1]:
-            raise damaged("the header", sender, receiver)
-        single, rest = words[: len(_WORDS)], words[len(_WORDS) : -1]
-        values: dict[str, Any] = dict(zip(_WORDS, single, strict=True))
-        values |= {name: _float(values[name]) for name in _FLOATS}
+            raise damage_error("the header", sender, receiver)
+        scalars, rest = words[: len(_SCALAR_FIELDS)], words[len(_SCALAR_FIELDS) : -1]
+        values: dict[str, Any] = dict(zip(_SCALAR_FIELDS, scalars, strict=True))
+        values |= {name: _float(values[name]) for name in _FLOAT_FIELDS}
         half = len(rest) // 2
         return cls(**values, checksums=tuple(rest[:half]), loaded_digests=tuple(rest[half:]))
 
 
-_WORDS = Header._fields[:-2]
+_SCALAR_FIELDS = Header._fields[:-2]  # the last two have a number for every partition
 
 
 def barrier_header(header: Header, round: int, step: int) -> Header:
@@ -95,9 +96,9 @@ def barrier_header(header: Header, round: int, step: int) -> Header:
     return header._replace(round=-1 - round, steps=step)
 
 
-def damaged(what: str, sender: int, receiver: int) -> Damaged:
+def damage_error(what: str, sender: int, receiver: int) -> ExchangeAborted:
     """The error about something that changed on its way between two nodes."""
-    return Damaged(
+    return ExchangeAborted(
         f"Node {receiver} received something else than node {sender} sent: {what} does not fit its digest. Either of "
         "them or the link between them is at fault. Restart all nodes from the last checkpoint."
     )

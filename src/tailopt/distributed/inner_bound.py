@@ -32,7 +32,8 @@ RULES: dict[type, Rule] = {
     torch.optim.AdamW: ADAMW,
     torch.optim.Adagrad: ADAGRAD,
 }
-# Weight decay is part of their gradient, unless a group says otherwise: a step takes it in, and is bounded as without.
+# Unless a group says otherwise, these optimizers add weight decay to the gradient (coupled), so the step bound already
+# covers it and no extra term is needed.
 COUPLED = (torch.optim.Adam, torch.optim.Adagrad)
 
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tailopt.distributed.flat_kernels import BufferStats
+from tailopt.distributed.exchange_types import JudgingCriteria
+from tailopt.distributed.flat_kernels import ChecksumAndMax
 from tailopt.distributed.header import Header
 from tailopt.distributed.node_bounds import NodeBounds
 from tailopt.distributed.partition import Partition
 from tailopt.distributed.rank_shards import RankShards
-from tailopt.distributed.round_records import JudgingCriteria
 from tailopt.distributed.verdicts import Verdict, VerdictRow, verdict_row
 from tailopt.distributed.weight_sync import Pair
 from tailopt.rounds.block_norm import root_of_sum
@@ -27,7 +27,7 @@ from tailopt.rounds.participants import Participants
 
 
 @dataclass(frozen=True)
-class ReceivedRound:
+class RoundContext:
     """What all nodes know about a round before they judge displacements.
 
     Args:
@@ -64,7 +64,7 @@ class Displacement:
     """
 
     row: Tensor
-    stats: BufferStats
+    stats: ChecksumAndMax
     stated_checksum: int | None
 
 
@@ -84,14 +84,14 @@ class Judge:
         self._partition, self._names, self._param_dtypes, self._ranks = partition, names, param_dtypes, ranks
 
     def verdict(
-        self, node: int, displacement: Displacement, received: ReceivedRound, tensor_and_buffer_names: Sequence[str]
+        self, node: int, displacement: Displacement, context: RoundContext, tensor_and_buffer_names: Sequence[str]
     ) -> VerdictRow | None:
         """What this partition of a node's displacement decides; the row has the index of a name."""
         if displacement.stated_checksum not in (None, displacement.stats.checksum):
             return verdict_row(Verdict.DAMAGED)
-        if not received.criteria.guard:
+        if not context.criteria.guard:
             return None
-        exclusion = self._exclusion(node, displacement, received)
+        exclusion = self._exclusion(node, displacement, context)
         if exclusion is None:
             return None
         verdict = Verdict.NOT_FINITE if exclusion.bound is None else Verdict.BEYOND_BOUND
@@ -99,23 +99,23 @@ class Judge:
             verdict, tensor_and_buffer_names.index(exclusion.subject), exclusion.value, exclusion.bound or 0.0
         )
 
-    def _exclusion(self, node: int, displacement: Displacement, received: ReceivedRound) -> Exclusion | None:
+    def _exclusion(self, node: int, displacement: Displacement, context: RoundContext) -> Exclusion | None:
         """The guard's verdict about a node's buffers and this partition of its displacement; norms come later."""
-        limit, buffers = received.bounds.by_node[node], received.buffers[node]
+        limit, buffers = context.bounds.by_node[node], context.buffers[node]
         if _clearly_within(displacement.stats.max_abs, limit):
-            return check_displacement(node, [], [], [], Bound(None), buffers, received.buffers_before)
+            return check_displacement(node, [], [], [], Bound(None), buffers, context.buffers_before)
         partition = self._partition
         names = [self._names[s.tensor] for s in partition.segments]
-        views = zip(partition.views(received.x), partition.segments, strict=True)
+        views = zip(partition.segments_of_flat(context.x), partition.segments, strict=True)
         start = [part.to(self._param_dtypes[s.tensor]) for part, s in views]
-        delta, bound = partition.segment_views(displacement.row), partition.bound_by_segment(limit)
-        return check_displacement(node, delta, start, names, bound, buffers, received.buffers_before)
+        delta, bound = partition.segments_of_partition(displacement.row), partition.bound_by_segment(limit)
+        return check_displacement(node, delta, start, names, bound, buffers, context.buffers_before)
 
     async def judge_norms(
         self,
         rows: Sequence[Tensor],
         gather_sums_of_squares: Callable[[Tensor], Awaitable[list[float]]],
-        received: ReceivedRound,
+        context: RoundContext,
         verdicts: dict[int, Exclusion],
     ) -> None:
         """Add exclusions by bounds on norms to the verdicts.
@@ -123,28 +123,28 @@ class Judge:
         Args:
             rows: this partition of every node's displacement.
             gather_sums_of_squares: of every tensor, from the rows of all nodes.
-            received: the round.
+            context: what all nodes know about the round.
             verdicts: about coordinates and headers.
         """
-        for node in received.participants.shares:
-            limit = received.bounds.by_node[node]
+        for node in context.participants.shares:
+            limit = context.bounds.by_node[node]
             if limit.kind not in ("norm", "tensor norm"):
                 continue
             # also of a node that is excluded already: all nodes must take part in the same messages
             squares = await gather_sums_of_squares(rows[node])
             whole = limit.kind == "norm"
-            lengths = [root_of_sum(squares)] if whole else [root_of_sum([s]) for s in squares]
-            limits = [limit] if whole else [limit.for_param(i) for i in range(len(lengths))]
-            clearly_within = all(length <= float(b.constant) for length, b in zip(lengths, limits, strict=True))
+            norms = [root_of_sum(squares)] if whole else [root_of_sum([s]) for s in squares]
+            limits = [limit] if whole else [limit.for_param(i) for i in range(len(norms))]
+            clearly_within = all(norm <= float(b.constant) for norm, b in zip(norms, limits, strict=True))
             if node in verdicts or clearly_within:
                 continue
-            tensors = self._start_of_round(received.x)
+            tensors = self._start_of_round(context.x)
             groups = [[piece for pieces in tensors for piece in pieces]] if whole else tensors
-            for i, (length, group, of_group) in enumerate(zip(lengths, groups, limits, strict=True)):
-                allowed = allowed_if_exceeded(length, group, of_group)
+            for i, (norm, group, of_group) in enumerate(zip(norms, groups, limits, strict=True)):
+                allowed = allowed_if_exceeded(norm, group, of_group)
                 if allowed is not None:
                     name = "all tensors" if whole else self._names[i]
-                    verdicts[node] = Exclusion(node, name, length, allowed, BEYOND)
+                    verdicts[node] = Exclusion(node, name, norm, allowed, BEYOND)
                     break
 
     def _start_of_round(self, x: Tensor) -> list[list[Tensor]]:

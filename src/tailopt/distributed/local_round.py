@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tailopt.clipping.dtensor import is_dtensor
+from tailopt.distributed.exchange_types import Statement
 from tailopt.distributed.inner_bound import bounding_hparams, inner_bound
 from tailopt.distributed.mesh import local_tensor
-from tailopt.distributed.round_records import Statement
 from tailopt.distributed.rule_optimizer import gradient_norms
 from tailopt.distributed.run_length import run_length_decode, run_length_encode
 from tailopt.engines.model_state import as_real
@@ -35,25 +35,25 @@ class LocalRound:
     Args:
         optimizer: the inner optimizer.
         params: the parameters that are exchanged.
-        shared_hparams: hyperparameters that all nodes have agreed on, or None where the optimizer is the user's.
+        agreed_hparams: hyperparameters that all nodes have agreed on, or None where the optimizer is the user's.
         keeps_state: whether the inner state survives a round.
         can_be_excluded: whether the state must be remembered, since an exclusion undoes the round.
 
     Attributes:
         loss: of the round, as the user reports it.
-        threshold_recorder: of what the steps of this round clipped, from which thresholds that are "auto" follow; None
-            where none is.
+        threshold_recorder: statistics of the gradients clipped in this round. The next "auto" thresholds are computed
+            from them. None if no threshold of the inner rule is "auto".
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         params: Sequence[Tensor],
-        shared_hparams: RuleHyperparameters | None,
+        agreed_hparams: RuleHyperparameters | None,
         keeps_state: bool,
         can_be_excluded: bool,
     ) -> None:
-        self.optimizer, self._params, self._shared_hparams = optimizer, params, shared_hparams
+        self.optimizer, self._params, self._agreed_hparams = optimizer, params, agreed_hparams
         self._keeps_state, self._can_be_excluded = keeps_state, can_be_excluded
         self._hparams_of_steps: list[Hyperparameters] = []
         self._began = time.perf_counter()
@@ -62,7 +62,7 @@ class LocalRound:
         self.threshold_recorder = self._new_recorder()
 
     def _new_recorder(self) -> GradientRecorder | None:
-        thresholds = None if self._shared_hparams is None else self._shared_hparams.auto_thresholds
+        thresholds = None if self._agreed_hparams is None else self._agreed_hparams.auto_thresholds
         return None if thresholds is None else thresholds.recorder(len(self._params))
 
     @property
@@ -76,7 +76,7 @@ class LocalRound:
         return time.perf_counter() - self._began
 
     def clear(self, initial_states: Sequence[State] | None) -> None:
-        """Forget the steps of the last round.
+        """Forget the steps of the last round: the first half of a new round, also where this node takes no part in it.
 
         Where the inner state is not kept, it becomes `initial_states`, or empty if there are none.
         """
@@ -91,7 +91,10 @@ class LocalRound:
                 self.optimizer.state[p] = state
 
     def begin(self) -> None:
-        """Begin the local steps, and remember the state to which an excluded node goes back."""
+        """Begin the local steps: the second half of a new round, after `clear`, only where this node takes part in it.
+
+        Remembers the state to which an excluded node goes back.
+        """
         if self._keeps_state and self._can_be_excluded:
             self._state_before = copy.deepcopy(self.optimizer.state_dict()["state"])
         self.loss = math.nan
@@ -104,9 +107,11 @@ class LocalRound:
 
     def step(self, t: int, total_steps: int, closure: Callable[[], Any] | None) -> Any:
         """Take one local step of round t, before which the node has taken `total_steps` over the whole run."""
-        if self._shared_hparams is not None:
+        if self._agreed_hparams is not None:
             for group in self.optimizer.param_groups:
-                group.update(self._shared_hparams.at(t, total_steps))
+                group.update(self._agreed_hparams.at(t, total_steps))
+        # With agreed hyperparameters `bound` does not read these, but their number is the number of steps, and a
+        # checkpoint in the middle of a round has them.
         hparams = bounding_hparams(self.optimizer, self._params)
         loss = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
         # only now: a step that raised is no step, and a caller that catches the error is still in the same round
@@ -116,9 +121,9 @@ class LocalRound:
         return loss
 
     def _record_clipped(self, recorder: GradientRecorder, total_steps: int) -> None:
-        """Record what a step clipped, from which thresholds that are "auto" follow."""
-        assert self._shared_hparams is not None
-        assert self._shared_hparams.auto_thresholds is not None
+        """Record what a step clipped; the next "auto" thresholds are computed from it."""
+        assert self._agreed_hparams is not None
+        assert self._agreed_hparams.auto_thresholds is not None
         moving = [i for i, p in enumerate(self._params) if p.grad is not None]
         params = [self._params[i] for i in moving]
         grads = [as_real(local_tensor(p.grad)) for p in params if p.grad is not None]
@@ -127,26 +132,28 @@ class LocalRound:
             recorder.add_norms(moving, norms if isinstance(norms, list) else [norms])
             return
         states = [self.optimizer.state[p] for p in params]
-        recorder.add(moving, clipped_by_step(grads, states, self._shared_hparams.auto_thresholds.momentum), total_steps)
+        recorder.add(moving, clipped_by_step(grads, states, self._agreed_hparams.auto_thresholds.momentum), total_steps)
 
     def bound(self, t: int, steps_before_round: int) -> Bound:
         """Return how far this node can have moved by its steps."""
         if not self.steps:
             return Bound(None)
-        if self._shared_hparams is not None:
-            return self._shared_hparams.bound(t, steps_before_round, self.steps)
+        if self._agreed_hparams is not None:
+            return self._agreed_hparams.bound(t, steps_before_round, self.steps)
         return inner_bound(self.optimizer, self._params, self._hparams_of_steps)
 
-    def statement(self, bound: Bound, *, trained_digest: int, thresholds_digest: int, may_be_last: bool) -> Statement:
+    def statement(
+        self, bound: Bound, *, trainable_set_digest: int, auto_thresholds_digest: int, may_be_last: bool
+    ) -> Statement:
         """Return what this node states about its steps; the arguments are those of `Statement`."""
         return Statement(
             steps=self.steps,
             bound=bound,
             loss=self.loss,
             seconds=self.seconds,
-            trained_digest=trained_digest,
+            trainable_set_digest=trainable_set_digest,
             may_be_last=may_be_last,
-            thresholds_digest=thresholds_digest,
+            auto_thresholds_digest=auto_thresholds_digest,
             threshold_recorder=self.threshold_recorder,
         )
 

@@ -1,4 +1,4 @@
-"""The other nodes of a run, watched: which of them are gone, and how all nodes end with the same sentence.
+"""How a node watches the other nodes of a run: which of them are gone, and how all nodes end with the same sentence.
 
     watch     waits for messages and for bad news about the nodes they come from
     check     raises where a node is known to be gone: for local steps, between exchanges
@@ -62,7 +62,7 @@ class Timeouts:
 
 
 class Membership:
-    """The other nodes of a group, watched.
+    """The protocol by which a node watches the others of its group, as coroutines; `threads.Peers` runs them.
 
     Args:
         heartbeat: this node's.

@@ -24,7 +24,8 @@ from tailopt.algorithms import Algorithm
 from tailopt.arguments import check_counts, check_flags
 from tailopt.distributed.agreement import without_local_settings
 from tailopt.distributed.checkpointing import Resumed, all_excluded
-from tailopt.distributed.exchange import TrainedParametersDiffer
+from tailopt.distributed.exchange import TrainableSetsDiffer
+from tailopt.distributed.exchange_types import ExchangeReport, JudgingCriteria
 from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.header import digest64
 from tailopt.distributed.interfaces import blocking
@@ -32,9 +33,8 @@ from tailopt.distributed.local_round import LocalRound
 from tailopt.distributed.mesh import node_group, rank_group, require_process_group
 from tailopt.distributed.node import Node
 from tailopt.distributed.node_records import NodeRecords, RecordOptions
-from tailopt.distributed.round_records import ExchangeReport, JudgingCriteria
 from tailopt.distributed.rule_optimizer import RuleOptimizer
-from tailopt.distributed.trained_parameters import TrainedParameters, described_sizes, named_parameters
+from tailopt.distributed.trainable_set import TrainableSet, described_sizes, named_parameters
 from tailopt.engines.model_state import Buffers
 from tailopt.engines.simulate import algorithm_config
 from tailopt.records.run_config import storable
@@ -62,15 +62,14 @@ class NestedOptimizer(Optimizer):
         outer: a name (avg, sgd, nesterov, biclip, biclip-l2, adagrad, rmsprop, adam) or a class of torch.optim.
         outer_settings: its settings: olr, o_u, o_d, oeps, momentum, outer_betas, bias_correction.
         local_steps: inner steps of a round.
-        model: for the names of parameters and for buffers; without it parameters are called 0, 1, ... and buffers stay
-            local.
+        model: for parameter names and buffers; without it parameters are called 0, 1, ... and buffers stay local.
         mesh: the nodes: a DeviceMesh of one dimension, such as `mesh["node"]`, or a process group; by default all
             processes.
         weight: of this node in the mean.
         participation, participants, sampling, seed, projection, average, guard, aggregate: as in `tailopt.simulate`.
         on_drop: where this node continues when its contribution to a round is lost: "sync", from the global weights,
-            or "keep", from its own; then its next displacement is everything since, and only its finiteness is
-            checked.
+            or "keep", from its own. Its next displacement then also contains the lost round's movement; no bound
+            applies, so the guard only rejects NaN and inf.
         inner_state: "keep", or "reset" to begin every round with a new inner state.
         rounds: after this many the run is `finished`; needed where not every node takes part in every round, so that
             nobody waits for nodes that have left.
@@ -86,9 +85,10 @@ class NestedOptimizer(Optimizer):
         checkpoint_every, keep: rounds between checkpoints, and how many are kept.
         extra: a function of no arguments that returns what this node's checkpoints at the ends of rounds hold besides,
             such as the position in the data: tensors and plain values. It comes back as `resumed.extra`.
-        describe: what else the run folder's configuration contains. All nodes must give the same, except for devices
-            and paths of data.
+        describe: what else the configuration contains; must be equal on all nodes, except devices and paths of data.
         loggers: functions that are called with every row of the history, at the end of its round.
+        settings: hyperparameters of the inner and the outer rule that all nodes have agreed on, made from `algorithm`.
+            `from_algorithm` sets both. None where the inner optimizer is the user's.
 
     Examples:
         Under `torchrun --nproc-per-node 2`, see examples/two_nodes.py.
@@ -155,14 +155,14 @@ class NestedOptimizer(Optimizer):
         check_flags(exact=exact)
         check_weight(weight, dist.get_rank() if dist.is_initialized() else 0)
         require_process_group()
-        self.optimizer, self._algorithm, self._shared_hparams = optimizer, algorithm, settings
+        self.optimizer, self._algorithm, self._agreed_hparams = optimizer, algorithm, settings
         names, params = named_parameters(optimizer, model)
-        shared = None if settings is None else settings.outer
-        self._outer = shared or outer_hyperparameters(outer, outer_settings or {}, names)
+        agreed = None if settings is None else settings.outer
+        self._outer = agreed or outer_hyperparameters(outer, outer_settings or {}, names)
         inner_thresholds = None if settings is None else settings.inner.auto_thresholds
-        self._thresholds = RoundThresholds(inner_thresholds, self._outer.auto_thresholds)
+        self._auto_thresholds = RoundThresholds(inner_thresholds, self._outer.auto_thresholds)
         group = node_group(mesh)
-        rank_group(group, params)  # before anybody is asked: the ranks of a node have nothing to agree on
+        rank_group(group, params)  # result unused: its checks reject an invalid mesh before the first message
         transport = GlooTransport.of(group, timeout, stall_timeout)
         buffers = Buffers(model) if model is not None else None
         policy = replace(policy, nodes=transport.nodes)
@@ -171,7 +171,7 @@ class NestedOptimizer(Optimizer):
             self._peers.agree({**described_sizes(names, params, buffers), **self._facts(policy, options)}, exact)
         weights = blocking(transport.gather(torch.tensor([float(weight)], dtype=torch.float64))).reshape(-1).tolist()
         self._policy = replace(policy, weights=tuple(weights))
-        self.node = Node(transport, names, params, buffers, average, self._thresholds)
+        self.node = Node(transport, names, params, buffers, average, self._auto_thresholds)
         self._begin_run(model, options)
 
     def _begin_run(self, model: torch.nn.Module | None, options: RecordOptions) -> None:
@@ -179,10 +179,10 @@ class NestedOptimizer(Optimizer):
         policy, node = self._policy, self.node
         assert policy.local_steps is not None
         self.local_steps, self.rounds = policy.local_steps, policy.rounds
-        inner = None if self._shared_hparams is None else self._shared_hparams.inner
+        inner = None if self._agreed_hparams is None else self._agreed_hparams.inner
         can_be_excluded, keeps_state = policy.guard or policy.robust_mean is not None, policy.inner_state == "keep"
         self._local_round = LocalRound(self.optimizer, node.params, inner, keeps_state, can_be_excluded)
-        self._trained = TrainedParameters(self.optimizer, node.exchange.names, node.params)
+        self._trainable_set = TrainableSet(self.optimizer, node.exchange.names, node.params)
         self._records = NodeRecords(options, node, self._local_round, policy.guard)
         self._diverged: set[int] = set()  # nodes that continue from weights of their own
         self._warned_about: set[int] = set()  # nodes that differ from the others
@@ -206,16 +206,16 @@ class NestedOptimizer(Optimizer):
 
     def _facts(self, policy: RoundPolicy, options: RecordOptions) -> dict[str, Any]:
         """Return what must be the same on all nodes."""
-        shared, algorithm = self._shared_hparams, self._algorithm
+        agreed, algorithm = self._agreed_hparams, self._algorithm
         keys = ("params", "param_names")
         groups = [{k: v for k, v in group.items() if k not in keys} for group in self.optimizer.param_groups]
         return {
             "algorithm": algorithm.name if algorithm is not None else f"{type(self.optimizer).__name__} inside",
             "outer": {"rule": self._outer.rule.name, **self._outer.at(1)},
-            "inner": groups if shared is None else shared.inner.at(1),
+            "inner": groups if agreed is None else agreed.inner.at(1),
             "send_preconditioner": self._send_second_moment,
-            "thresholds": self._thresholds.settings(),
-            "schedules": {} if shared is None else shared.sampled_schedules(policy.rounds, policy.local_steps or 0),
+            "thresholds": self._auto_thresholds.settings(),
+            "schedules": {} if agreed is None else agreed.sampled_schedules(policy.rounds, policy.local_steps or 0),
             **policy.as_facts(),
             "checkpoint_every": None if options.folder is None else options.checkpoint_every,
             "resume": options.resume,
@@ -224,8 +224,8 @@ class NestedOptimizer(Optimizer):
 
     def _config(self) -> dict[str, Any]:
         """Return what the run folder says about the optimizers; of an inner one that the user built, its class."""
-        if self._algorithm is not None and self._shared_hparams is not None:
-            return {**algorithm_config(self._algorithm), "schedules": self._shared_hparams.schedules()}
+        if self._algorithm is not None and self._agreed_hparams is not None:
+            return {**algorithm_config(self._algorithm), "schedules": self._agreed_hparams.schedules()}
         inner = type(self.optimizer).__name__
         return {"outer": self._outer.rule.name, "settings": storable(self._outer.base), "inner": inner}
 
@@ -240,14 +240,14 @@ class NestedOptimizer(Optimizer):
 
     @classmethod
     def from_algorithm(
-        cls, model: torch.nn.Module, algorithm: Algorithm, *, schedules: Any = None, **settings: Any
+        cls, model: torch.nn.Module, algorithm: Algorithm, *, schedules: Any = None, **options: Any
     ) -> NestedOptimizer:
         """Build the inner optimizer too, from an algorithm: the way to adam2, and to the bits of the simulation."""
         pairs = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         hparams = AlgorithmHyperparameters(algorithm, schedules, [name for name, _ in pairs])
         inner = RuleOptimizer([p for _, p in pairs], hparams.inner.rule, hparams.inner.at(1))
-        settings.setdefault("inner_state", algorithm.inner_state)
-        return cls(inner, algorithm.outer, model=model, settings=hparams, algorithm=algorithm, **settings)
+        options.setdefault("inner_state", algorithm.inner_state)
+        return cls(inner, algorithm.outer, model=model, settings=hparams, algorithm=algorithm, **options)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -287,7 +287,7 @@ class NestedOptimizer(Optimizer):
         if self._peers is not None:
             self._peers.report_position(t, self._local_round.steps)
             self._peers.check()
-        if self._shared_hparams is None:
+        if self._agreed_hparams is None:
             self._records.warn_if_rates_not_restored()
         loss = self._local_round.step(t, self.total_steps, closure)
         if self._local_round.steps >= self.local_steps:
@@ -323,7 +323,7 @@ class NestedOptimizer(Optimizer):
     @property
     def thresholds(self) -> tuple[str, ...]:
         """What "auto" has chosen, a line for each level; empty during calibration."""
-        return self._thresholds.choices
+        return self._auto_thresholds.choices
 
     @property
     def finished(self) -> bool:
@@ -366,11 +366,11 @@ class NestedOptimizer(Optimizer):
         bound = local.bound(t, self._records.steps_before_round[self.node.number]) if policy.guard else Bound(None)
         statement = local.statement(
             bound,
-            trained_digest=self._trained.digest(),
-            thresholds_digest=digest64(self._thresholds.state_bytes()),
+            trainable_set_digest=self._trainable_set.digest(),
+            auto_thresholds_digest=digest64(self._auto_thresholds.state_bytes()),
             may_be_last=last or t == self.rounds,
         )
-        expected = None if self._shared_hparams is None else functools.partial(self._bound_by_shared_hparams, t)
+        expected = None if self._agreed_hparams is None else functools.partial(self._bound_by_agreed_hparams, t)
         criteria = JudgingCriteria(policy.guard, expected, self._diverged, self.local_steps, policy.robust_mean)
         try:
             report = self.node.close_round(
@@ -378,8 +378,8 @@ class NestedOptimizer(Optimizer):
             )
         except EveryoneExcluded as error:
             raise all_excluded(error, self._records.coordinator) from None
-        except TrainedParametersDiffer:
-            raise self._trained.disagreement(t, self._peers) from None
+        except TrainableSetsDiffer:
+            raise self._trainable_set.disagreement(t, self._peers) from None
         self._record_round(report)
 
     def _record_round(self, report: ExchangeReport) -> None:
@@ -388,25 +388,25 @@ class NestedOptimizer(Optimizer):
             self._records.steps_before_round[node] += steps
         if self.node.number in {e.node for e in settlement.excluded if e.reason != DROPPED}:
             self._local_round.undo()
-        row = {**settlement.history_row(metrics={}, statistics={}), **self._thresholds.history_entry()}
-        lines = self._thresholds.update_from(settlement, report.threshold_statistics, report.outer_step)
+        row = {**settlement.history_row(metrics={}, statistics={}), **self._auto_thresholds.history_entry()}
+        lines = self._auto_thresholds.update_from(settlement, report.threshold_statistics, report.outer_step_statistics)
         self.history.append(row)
         self._note_diverged(row)
         self._warn_about(report, [line for line in lines if line not in self.thresholds])
         for line in self.thresholds:
             if line in lines:
                 self._records.log(line)
-        self._trained.refuse_unsynchronised(settlement.round)
+        self._trainable_set.check_all_parameters_exchanged(settlement.round)
         for logger in self._records.options.loggers:
             logger(row)
         self._records.record(row, report.seconds, self.finished)
 
-    def _bound_by_shared_hparams(self, t: int, node: int, steps: int) -> Bound:
-        """Return how far a node can have moved in so many steps, by the settings that all nodes share."""
-        assert self._shared_hparams is not None
+    def _bound_by_agreed_hparams(self, t: int, node: int, steps: int) -> Bound:
+        """Return how far a node can have moved in so many steps, by the hyperparameters that all nodes agreed on."""
+        assert self._agreed_hparams is not None
         if not self._policy.guard:
             return Bound(None)
-        return self._shared_hparams.inner.bound(t, self._records.steps_before_round[node], steps)
+        return self._agreed_hparams.inner.bound(t, self._records.steps_before_round[node], steps)
 
     def _warn_about(self, report: ExchangeReport, about_thresholds: Sequence[str]) -> None:
         """Warn about nodes that do not count in a round, and once about each node that differs from the others."""

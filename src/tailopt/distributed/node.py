@@ -10,10 +10,10 @@ from torch import Tensor
 from tailopt.clipping.dtensor import is_dtensor
 from tailopt.distributed import flat_kernels
 from tailopt.distributed.exchange import Exchange
+from tailopt.distributed.exchange_types import ExchangeReport, JudgingCriteria, Statement
 from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.mesh import local_tensor, rank_group
-from tailopt.distributed.round_records import ExchangeReport, JudgingCriteria, Statement
 from tailopt.distributed.weight_sync import AT_FAULT, other_weights
 from tailopt.engines.model_state import Buffers, as_real
 from tailopt.rounds.auto_thresholds import NO_AUTO_THRESHOLDS, RoundThresholds
@@ -40,7 +40,7 @@ class Node:
         round: the number of completed rounds.
         diverged_state: where this node continues, if not from the global weights.
         second_moment: the outer second moment, where the algorithm sends it to the nodes.
-        thresholds: those of the coming round that are "auto".
+        auto_thresholds: those of the coming round that are "auto".
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Node:
         params: Sequence[Tensor],
         buffers: Buffers | None,
         average: bool = False,
-        thresholds: RoundThresholds = NO_AUTO_THRESHOLDS,
+        auto_thresholds: RoundThresholds = NO_AUTO_THRESHOLDS,
     ) -> None:
-        self.thresholds = thresholds
+        self.auto_thresholds = auto_thresholds
         self.params = list(params)
         self.buffers = buffers
         self._plain = not any(is_dtensor(p) or p.is_complex() for p in self.params)
@@ -62,7 +62,7 @@ class Node:
         ranks = None if inside is None else GlooTransport.of(inside)
         self.exchange = Exchange(transport, list(names), shapes, dtypes, ranks, self.params)
         self.x = flat_kernels.alloc_huge_pages(self.exchange.layout.total, self.exchange.dtype)
-        self.outer_state: list[State] = [{} for _ in self.exchange.segments]
+        self.outer_state: list[State] = [{} for _ in self.exchange.own_segments]
         self.average: Tensor | None = torch.zeros_like(self.x) if average else None
         self.round = 0
         self.diverged_state: DivergedState | None = None
@@ -159,8 +159,9 @@ class Node:
         if takes_part:
             exchange.measure_displacement(self.local_tensors(), self.x)
         before, buffers = self._buffers_before, self._host_buffers()
-        closed = exchange.exchange_and_settle(t, participants, self.x, buffers, before, statement, criteria)
-        report, mean_buffers = blocking(closed)
+        report, mean_buffers = blocking(
+            exchange.exchange_and_settle(t, participants, self.x, buffers, before, statement, criteria)
+        )
         if takes_part:
             lost = any(e.node == self.number and e.reason == DROPPED for e in report.settlement.excluded)
             self.diverged_state = self._copy_state() if lost and policy.dropped_nodes_diverge else None
@@ -184,13 +185,14 @@ class Node:
     def _gather_statistics(
         self, report: ExchangeReport, recorder: GradientRecorder | None, policy: RoundPolicy
     ) -> None:
-        """Gather what thresholds that are "auto" follow."""
-        statistics, outer = self.exchange.statistics, self.thresholds.outer
+        """Gather the statistics from which the next "auto" thresholds are computed."""
+        statistics, outer = self.exchange.statistics, self.auto_thresholds.outer
         if recorder is not None:
             by_node = blocking(statistics.of_gradients(recorder, policy.local_steps or 0))
             report.threshold_statistics = dict(enumerate(by_node))
         if outer is not None and report.settlement.counted_shares:
-            report.outer_step = blocking(statistics.of_outer_step(self.exchange.mean, self.outer_state, outer))
+            of_outer_step = statistics.of_outer_step(self.exchange.mean, self.outer_state, outer)
+            report.outer_step_statistics = blocking(of_outer_step)
 
     def _copy_state(self) -> DivergedState:
         buffers = {name: b.clone() for name, b in self.buffers.tensors().items()} if self.buffers else {}
@@ -207,7 +209,7 @@ class Node:
     def gather_second_moment(self) -> None:
         """Gather the outer second moment from all nodes' partitions."""
         flat = torch.zeros_like(self.x)
-        for part, state in zip(self.exchange.partition.views(flat), self.outer_state, strict=True):
+        for part, state in zip(self.exchange.partition.segments_of_flat(flat), self.outer_state, strict=True):
             if "exp_avg_sq" in state:
                 part.copy_(state["exp_avg_sq"])
         blocking(self.exchange.all_gather_verified(flat))

@@ -95,8 +95,8 @@ async def agreed_bounds(
         rows = (await gather(torch.tensor(encoded(this_bound, tensors), dtype=torch.float64))).tolist()
         wrong = {node for node in wrong if not _close(rows[node], encoded(by_node[node], tensors))}
     if 2 * len(wrong) > len(bounded):
-        # this node is the one that differs: the others exclude it, and it must not exclude the honest majority. It
-        # keeps the kind of the bounds, on which the number of messages depends.
+        # If more than half look wrong, this node's own settings are the odd ones, so it excludes nobody: its bounds are
+        # infinite. They are of the same kind, because norm bounds need an extra gather that every node must join.
         by_node = {node: Bound(bound.kind, math.inf, 0.0, bound.steps) for node, bound in by_node.items()}
         return NodeBounds(by_node, warnings_by_node=warnings_by_node)
     return NodeBounds(by_node, wrong, warnings_by_node)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from tailopt.arguments import check_counts, check_flags, check_function, checked_loggers
+from tailopt.distributed.all_ranks import AllRanks
 from tailopt.distributed.checkpointing import CheckpointCoordinator, Resumed
 from tailopt.distributed.local_round import LocalRound
 from tailopt.distributed.node import Node
-from tailopt.distributed.rank_group import RankGroup
 from tailopt.distributed.resume_checks import FirstInputs, Rates, rates
 from tailopt.distributed.rng_state import restore_rng_states, rng_states
 from tailopt.distributed.shared_state import restore
@@ -79,15 +79,15 @@ class NodeRecords:
         self.history: list[dict[str, Any]] = []
         self.resumed: Resumed | None = None
         self.writers = node.nodes  # that wrote the checkpoint from which this run continued
-        # Checkpoints hold this in place of what `extra()` returns: the user's function cannot be called before
-        # `allow_extra`, since the program has not restored what it reads. None from then on.
+        # Until `allow_extra()` is called, checkpoints store this value instead of calling the user's `extra()`, because
+        # the user's program may not have restored its state yet. Afterwards it is None.
         self._resumed_extra: dict[str, Any] | None = {}
         self._rates: Rates | None = None
         self._inputs: FirstInputs | None = None
-        self._first_inputs: list[int] = []
+        self._saved_input_digests: list[int] = []
         self._coordinator: CheckpointCoordinator | None = None
         if options.folder is not None:
-            ranks = RankGroup(node.exchange.transport, node.exchange.rank_transport)
+            ranks = AllRanks(node.exchange.transport, node.exchange.rank_transport)
             self._coordinator = CheckpointCoordinator(ranks, Path(options.folder), options.keep, guard)
 
     @property
@@ -133,7 +133,7 @@ class NodeRecords:
     def watch_inputs(self, model: torch.nn.Module | None, in_the_middle: bool) -> None:
         """Compare the first inputs of this node after a resume with those of the run's beginning."""
         if model is not None and self._coordinator is not None:
-            self._inputs = FirstInputs(model, self._first_inputs, self.resumed is not None, in_the_middle)
+            self._inputs = FirstInputs(model, self._saved_input_digests, self.resumed is not None, in_the_middle)
 
     def allow_extra(self) -> None:
         """Let checkpoints call the user's `extra` from now on: the program that it reads continues from here."""
@@ -182,7 +182,7 @@ class NodeRecords:
             **self._local_round.saved_optimizer(in_the_middle=step > 0),
             "random": rng_states(node.device),
             "extra": dict(extra),
-            "first_inputs": self._inputs.first if self._inputs is not None else self._first_inputs,
+            "first_inputs": self._inputs.first if self._inputs is not None else self._saved_input_digests,
         }
         if node.diverged_state is not None:
             # the weights from which a diverged node continues; the global ones are in the shared part
@@ -200,7 +200,7 @@ class NodeRecords:
         rates_of_a_new_run = rates(optimizer)
         self._local_round.load_saved(saved, in_the_middle=step > 0)
         self._rates = Rates(rates_of_a_new_run, rates(optimizer))
-        self._first_inputs = list(saved.get("first_inputs", []))  # older checkpoints lack it
+        self._saved_input_digests = list(saved.get("first_inputs", []))  # older checkpoints lack it
         node.diverged_state = DivergedState(**saved["own"]) if "own" in saved else None
         restore_rng_states(saved["random"], node.device)
         if step:

@@ -29,18 +29,18 @@ class PendingMean:
 
     Args:
         rows: every counted node's displacement in this partition.
-        weights: of these nodes.
-        total_weight: by which the sum is divided.
+        shares: of these nodes.
+        total_share: by which the sum is divided.
     """
 
     rows: Sequence[Tensor]
-    weights: Sequence[float]
-    total_weight: float
+    shares: Sequence[float]
+    total_share: float
 
     def form(self, start: int, count: int, negative: bool = False) -> None:
         """Add up so many elements."""
         rows = [row[start : start + count] for row in self.rows]
-        flat_kernels.mean(rows, self.weights, self.total_weight, negative)
+        flat_kernels.mean(rows, self.shares, self.total_share, negative)
 
     def sgd_step(
         self,
@@ -52,7 +52,7 @@ class PendingMean:
     ) -> bool:
         """Add up and take the outer step in one pass; False where the kernel cannot, and nothing has changed."""
         return flat_kernels.mean_and_sgd_step(
-            rule, x, states, hparams, flat_kernels.Rows(self.rows, self.weights, self.total_weight), segment_ranges
+            rule, x, states, hparams, flat_kernels.Rows(self.rows, self.shares, self.total_share), segment_ranges
         )
 
 

@@ -45,18 +45,20 @@ class Partition:
     def __len__(self) -> int:
         return self.layout.cuts[self.node + 1] - self.layout.cuts[self.node]
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """The segments of this partition in a flat buffer."""
+    def segments_of_flat(self, flat: Tensor) -> list[Tensor]:
+        """This partition's segments as views of a flat buffer, which has all partitions."""
         return [flat[s.start : s.stop] for s in self.segments]
 
-    def segment_views(self, buffer: Tensor) -> list[Tensor]:
-        """The segments in a buffer that has this partition alone."""
+    def segments_of_partition(self, buffer: Tensor) -> list[Tensor]:
+        """This partition's segments as views of a buffer that has this partition alone."""
         return [buffer[start : start + count] for start, count in self.segment_ranges]
 
     def block_sums(self, buffer: Tensor) -> Tensor:
         """The sum of squares of each block of this partition, padded to the length of the longest partition."""
         padded = torch.zeros(max(map(len, self._blocks)), dtype=torch.float64)
-        sums = [(block.double() ** 2).sum() for part in self.segment_views(buffer) for block in part.split(BLOCK)]
+        sums = [
+            (block.double() ** 2).sum() for part in self.segments_of_partition(buffer) for block in part.split(BLOCK)
+        ]
         if sums:
             torch.stack(sums, out=padded[: len(sums)])
         return padded

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tailopt.clipping.dtensor import is_dtensor
-from tailopt.distributed.rank_group import RankGroup
+from tailopt.distributed.all_ranks import AllRanks
 from tailopt.records import checkpoints
 from tailopt.records.checkpoints import Snapshot
 from tailopt.records.history import child_path, decode
@@ -23,7 +23,7 @@ from tailopt.records.model_check import ModelLayout, TensorSpec, check_same_mode
 from tailopt.records.multi_writer import ElementRange
 from tailopt.records.pytree import pack, tensor_names, unpack
 from tailopt.rounds.auto_thresholds import checked_state
-from tailopt.rules.torch_optim import GROUP
+from tailopt.rules.torch_optim import CHANGED_OPTIONS_KEY
 
 if TYPE_CHECKING:
     from tailopt.distributed.node import Node
@@ -62,13 +62,14 @@ def tensor_places(node: Node) -> list[Place]:
 def shared_ranges_and_meta(node: Node) -> tuple[dict[str, ElementRange], dict[str, Any]]:
     """This node's partition of weights, outer state and average, and the plain rest of the outer state.
 
-    A tensor of the outer state has an element for each weight, and is cut as they are; or it is a single number, the
-    same for all segments of a tensor, and belongs to the first. Node 0 writes buffers and empty tensors.
+    Each tensor of the outer state either has one element per weight and is partitioned like the weights, or is a 0-dim
+    scalar equal on all segments of a parameter, written only by the rank that has the parameter's first segment. Node 0
+    writes buffers and empty tensors.
     """
     exchange, parts, plain, where = node.exchange, {}, {}, tensor_places(node)
-    single: list[str] = []
-    group: Any = None
-    for s, state in zip(exchange.segments, node.outer_state, strict=True):
+    scalars: list[str] = []
+    changed_options: Any = None
+    for s, state in zip(exchange.own_segments, node.outer_state, strict=True):
         name = exchange.names[s.tensor]
         shape, before, writes = where[s.tensor]
         start = before + s.offset
@@ -78,14 +79,14 @@ def shared_ranges_and_meta(node: Node) -> tuple[dict[str, ElementRange], dict[st
         if node.average is not None:
             parts[child_path("global.average", name)] = ElementRange(node.average[s.start : s.stop], start, shape)
         state = dict(state)
-        group = state.pop(GROUP, group)
+        changed_options = state.pop(CHANGED_OPTIONS_KEY, changed_options)
         path = child_path("global.outer", name)
         tensors, plain[name] = pack(state, path)
         for key, tensor in tensors.items():
             if tuple(tensor.shape) == (s.count,):
                 parts[key] = ElementRange(tensor, start, shape)
             elif tensor.dim() == 0:
-                single.append(key)
+                scalars.append(key)
                 if start == 0:
                     parts[key] = ElementRange(tensor, 0, ())
             else:
@@ -103,7 +104,7 @@ def shared_ranges_and_meta(node: Node) -> tuple[dict[str, ElementRange], dict[st
                     parts[child_path("global.average", name)] = empty
         for name, buffer in node.buffers_at_round_start().items():
             parts[child_path("global.buffers", name)] = ElementRange(buffer, 0, tuple(buffer.shape))
-    return parts, {"outer": plain, "single": single, "group": group}
+    return parts, {"outer": plain, "single": scalars, "group": changed_options}
 
 
 def merged_meta(
@@ -116,9 +117,9 @@ def merged_meta(
             if outer[name] not in ({}, packed):
                 raise ValueError(f"The outer state of {name} differs between nodes: {outer[name]} and {packed}.")
             outer[name] = packed
-    groups = [part["group"] for part in parts if part["group"] is not None]
-    if groups:
-        outer[names[0]] = {**outer[names[0]], GROUP: groups[0]}
+    changed_options = [part["group"] for part in parts if part["group"] is not None]
+    if changed_options:
+        outer[names[0]] = {**outer[names[0]], CHANGED_OPTIONS_KEY: changed_options[0]}
 
     def tensors(kind: str, of: Sequence[str]) -> dict[str, Any]:
         return {name: {"$tensor": child_path(f"global.{kind}", name)} for name in of}
@@ -140,7 +141,7 @@ def merged_meta(
 def read(path: Path, node: Node) -> Snapshot:
     """What this node needs of a checkpoint, checked: all weights, its partition of the outer state, its local state."""
     exchange, transport = node.exchange, node.exchange.transport
-    ranks = RankGroup(transport, exchange.rank_transport)
+    ranks = AllRanks(transport, exchange.rank_transport)
     body = checkpoints.read_manifest(path)
     meta = decode(body["meta"])
     checked_state(meta.get("thresholds", {}))
@@ -156,7 +157,7 @@ def read(path: Path, node: Node) -> Snapshot:
         )
     where = tensor_places(node)
     check_same_model(*_layouts(body, meta, node, where))
-    segments = {exchange.names[s.tensor]: s for s in exchange.segments}
+    segments = {exchange.names[s.tensor]: s for s in exchange.own_segments}
     ranges: dict[str, tuple[int, int]] = {}
     rows = zip(exchange.names, exchange.layout.offsets, exchange.layout.sizes, where, strict=True)
     for name, offset, size, place in rows:
@@ -201,28 +202,28 @@ def _layouts(
 def restore(snapshot: Snapshot, node: Node) -> dict[str, Any] | None:
     """Copy what all share into a node; returns its local state, None where it did not write the checkpoint."""
     exchange, tensors, where = node.exchange, snapshot.tensors, tensor_places(node)
-    ranks = RankGroup(exchange.transport, exchange.rank_transport)
-    saved, single = snapshot.meta["global"], set(snapshot.meta["single"])
+    ranks = AllRanks(exchange.transport, exchange.rank_transport)
+    saved, scalars = snapshot.meta["global"], set(snapshot.meta["single"])
     views = exchange.layout.views(node.x, exchange.shapes)
     for name, view, place in zip(exchange.names, views, where, strict=True):
         part = tensors[child_path("global.weights", name)].reshape(-1)[place.start : place.start + view.numel()]
         view.copy_(part.view(view.shape))
-    for i, s in enumerate(exchange.segments):
+    for i, s in enumerate(exchange.own_segments):
         name = exchange.names[s.tensor]
         start = where[s.tensor].start + s.offset
         own_range = slice(start, start + s.count)
-        packed = {key: value for key, value in saved["outer"][name].items() if key != GROUP}
+        packed = {key: value for key, value in saved["outer"][name].items() if key != CHANGED_OPTIONS_KEY}
         parts = {
-            key: tensors[key].clone() if key in single else tensors[key].reshape(-1)[own_range].clone()
+            key: tensors[key].clone() if key in scalars else tensors[key].reshape(-1)[own_range].clone()
             for key in tensor_names(packed)
         }
         node.outer_state[i] = unpack(parts, packed)
-        if i == 0 and (group := saved["outer"][exchange.names[0]].get(GROUP)) is not None:
-            node.outer_state[0][GROUP] = group
+        if i == 0 and (changed_options := saved["outer"][exchange.names[0]].get(CHANGED_OPTIONS_KEY)) is not None:
+            node.outer_state[0][CHANGED_OPTIONS_KEY] = changed_options
         if node.average is not None:
             node.average[s.start : s.stop] = tensors[child_path("global.average", name)].reshape(-1)[own_range]
     node.round = snapshot.round
-    node.thresholds.load_state(snapshot.meta.get("thresholds", {}))
+    node.auto_thresholds.load_state(snapshot.meta.get("thresholds", {}))
     node.load_buffers_at_round_start({name: tensors[child_path("global.buffers", name)] for name in saved["buffers"]})
     local = snapshot.meta["nodes"].get(str(ranks.number))
     if local is None:

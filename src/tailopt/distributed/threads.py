@@ -189,8 +189,8 @@ def call_with_limit(function: Callable[[], T], seconds: float, name: str) -> T |
     return value
 
 
-class _Node:
-    """This process as a member of a group: its threads and what they share."""
+class _LocalMember:
+    """This process as a member of a group: its threads and its `Membership`."""
 
     def __init__(self, comm: CommThread, membership: Membership, thread: threading.Thread) -> None:
         self.comm, self.membership = comm, membership
@@ -204,7 +204,7 @@ class _Node:
 
 
 class Peers:
-    """The other nodes of a group, watched.
+    """Runs the protocol's coroutines (`Membership`, `Heartbeat`, `FactExchange`) on the threads of this process.
 
     Args:
         group: the process group; the threads are shared by all that watch the same one.
@@ -221,7 +221,7 @@ class Peers:
         self._comm, self._store, heartbeat, thread = _SHARED.get(group) or self._join(group)
         self._store_owner = owner = store_owner(_world_store())
         self.membership = Membership(heartbeat, _CLOCK, _EXIT, timeouts, owner, _warn)
-        self._member = _Node(self._comm, self.membership, thread)
+        self._member = _LocalMember(self._comm, self.membership, thread)
         _MEMBERS[:] = [known for known in _MEMBERS if known.membership.heartbeat is not heartbeat]
         _MEMBERS.append(self._member)
         on_sigterm(_explain_sigterm, lambda target, *args: start_daemon(target, "sigterm", *args))
@@ -346,7 +346,7 @@ def _warn(text: str) -> None:
 _CLOCK = SystemClock()
 _SHARED: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[CommThread, TorchStore, Heartbeat, threading.Thread]]
 _SHARED = weakref.WeakKeyDictionary()
-_MEMBERS: list[_Node] = []
+_MEMBERS: list[_LocalMember] = []
 _STUCK: list[threading.Thread] = []  # in torch's C++, for as long as its own limit
 
 

@@ -65,7 +65,7 @@ class StatisticsExchange:
         partition, buffer = self.partition, mean
         if thresholds.momentum:
             buffer = torch.zeros_like(mean)
-            parts = partition.segment_views(buffer)
+            parts = partition.segments_of_partition(buffer)
             for part, clipped in zip(parts, clipped_by_step(parts, states, thresholds.momentum), strict=True):
                 part.copy_(clipped)
         squares = await self.gather_sums_of_squares(buffer)
@@ -74,7 +74,7 @@ class StatisticsExchange:
         if thresholds.kind == "tensor norms":
             return [Norms((root_of_sum([s]),)) for s in squares]
         slots = [s.tensor for s in partition.segments]
-        mine = counters_of_parts(partition.segment_views(buffer), slots, len(partition.layout.sizes))
+        mine = counters_of_parts(partition.segments_of_partition(buffer), slots, len(partition.layout.sizes))
         rows = self._over_ranks(await self.transport.gather(mine), thresholds.kind)
         return counts_of_displacement(rows, squares)
 

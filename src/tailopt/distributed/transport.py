@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tailopt.distributed.header import Header, damaged, digest64
+from tailopt.distributed.header import Header, damage_error, digest64
 from tailopt.records.tensor_bytes import tensor_bytes
 
 MESSAGE = 1 << 20  # elements, about: smaller messages cost turns, larger ones make other nodes wait
@@ -79,7 +79,7 @@ class Transport(ABC):
         await self._deliver(([rows[self.node]] * self.nodes, rows))
         for sender, row in enumerate(rows):
             if not torch.equal(_digest(row[:-DIGEST], sequence), row[-DIGEST:]):
-                raise damaged("a small message", sender, self.node)
+                raise damage_error("a small message", sender, self.node)
         return stacked[:, :-DIGEST].contiguous().view(mine.dtype).view(self.nodes, *mine.shape)
 
     async def broadcast(self, data: Tensor) -> None:

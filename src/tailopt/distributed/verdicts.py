@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from tailopt.distributed.errors import named
-from tailopt.distributed.header import Damaged, Header
-from tailopt.distributed.round_records import JudgingCriteria
+from tailopt.distributed.exchange_types import JudgingCriteria
+from tailopt.distributed.header import ExchangeAborted, Header
 from tailopt.rounds.drops import Dropped
 from tailopt.rounds.guard import BEYOND, NOT_FINITE, Exclusion
 
@@ -71,9 +71,9 @@ class BeganFromOtherWeights(Exclusion):
     """A node that began the round from other weights than it was sent."""
 
     @classmethod
-    def of(cls, node: int, sender: int) -> BeganFromOtherWeights:
-        """With the node that sent them."""
-        return cls(node, f"weights of node {sender}", 0.0, None, "began from other weights than were sent")
+    def of(cls, node: int, owner: int) -> BeganFromOtherWeights:
+        """With the owner of the partition, which sent its weights."""
+        return cls(node, f"weights of node {owner}", 0.0, None, "began from other weights than were sent")
 
     def __str__(self) -> str:
         return (
@@ -92,7 +92,7 @@ def verdict_row(verdict: Verdict, tensor: int = 0, observed: float = 0.0, expect
 
 
 def header_verdict(
-    t: int, node: int, header: Header, weights_sender: int | None, wrong_bound: bool, criteria: JudgingCriteria
+    t: int, node: int, header: Header, wrong_weights_owner: int | None, wrong_bound: bool, criteria: JudgingCriteria
 ) -> VerdictRow | None:
     """What a header alone decides about a node. All nodes have the same headers, so all decide the same.
 
@@ -100,7 +100,8 @@ def header_verdict(
         t: the round.
         node: the node that the header came from.
         header: as it arrived.
-        weights_sender: a node whose weights this one loaded differently, if there is one.
+        wrong_weights_owner: owner of a partition of which the judged node loaded other weights than the owner sent;
+            None if all match.
         wrong_bound: whether it stated another bound than agreed.
         criteria: what the round is judged by.
     """
@@ -110,8 +111,8 @@ def header_verdict(
         return verdict_row(Verdict.OTHER_ROUND, observed=float(header.round), expected=float(t))
     if header.node != node:
         return verdict_row(Verdict.OTHER_NODE, observed=float(header.node), expected=float(node))
-    if weights_sender is not None:
-        return verdict_row(Verdict.OTHER_WEIGHTS, observed=float(weights_sender))
+    if wrong_weights_owner is not None:
+        return verdict_row(Verdict.OTHER_WEIGHTS, observed=float(wrong_weights_owner))
     if criteria.guard and not 0 <= header.steps <= criteria.most_steps:
         return verdict_row(Verdict.TOO_MANY_STEPS, observed=float(header.steps), expected=criteria.most_steps)
     if criteria.guard and wrong_bound:
@@ -119,13 +120,13 @@ def header_verdict(
     return None
 
 
-def check_thresholds(t: int, headers: Sequence[Header]) -> None:
+def check_auto_thresholds(t: int, headers: Sequence[Header]) -> None:
     """Raise where a node began the round with other automatic thresholds: all nodes compute them from the same sums."""
-    digests = [header.thresholds_digest for header in headers]
+    digests = [header.auto_thresholds_digest for header in headers]
     usual = Counter(digests).most_common(1)[0][0]
     others = [node for node, digest in enumerate(digests) if digest != usual]
     if others:
-        raise Damaged(
+        raise ExchangeAborted(
             f"Round {t}: {named(others)} began with other automatic thresholds than most nodes, though all of them "
             "follow from the same statistics. Restart all nodes from the last checkpoint."
         )
@@ -170,7 +171,7 @@ def _check(t: int, judge: int, about: int, row: VerdictRow, tensor_and_buffer_na
     if known and (code not in _ABOUT_A_TENSOR or (tensor.is_integer() and 0 <= tensor < tensor_and_buffer_names)):
         return
     what = f"code {code:g}" if not known else f"tensor {tensor:g} of {tensor_and_buffer_names}"
-    raise Damaged(
+    raise ExchangeAborted(
         f"Round {t}: node {judge} sent a verdict about node {about} that cannot be read ({what}). Does it run another "
         "version? Restart all nodes from the last checkpoint."
     )

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tailopt.distributed import flat_kernels
 from tailopt.distributed.errors import named
-from tailopt.distributed.flat_kernels import BufferStats, SegmentTable
-from tailopt.distributed.header import Damaged, Header, damaged, digest64
+from tailopt.distributed.flat_kernels import ChecksumAndMax, SegmentTable
+from tailopt.distributed.header import ExchangeAborted, Header, damage_error, digest64
 from tailopt.distributed.layout import Layout
 from tailopt.distributed.transport import Transport
 from tailopt.distributed.verdicts import pairs_that_differ
@@ -32,13 +32,13 @@ class WeightSync:
 
     Args:
         layout: of the flat buffer.
-        segments: of all partitions.
+        all_segments: of all partitions.
         node: this node's number.
     """
 
-    def __init__(self, layout: Layout, segments: SegmentTable, node: int) -> None:
-        self._layout, self._segments, self._node = layout, segments, node
-        self.sent_stats = BufferStats()  # of this node's partition of the weights, as it sent them
+    def __init__(self, layout: Layout, all_segments: SegmentTable, node: int) -> None:
+        self._layout, self._all_segments, self._node = layout, all_segments, node
+        self.sent_stats = ChecksumAndMax()  # of this node's partition of the weights, as it sent them
         self.loaded_digests = (0,) * layout.nodes  # of every partition of the weights, as loaded
         self._differed_in: dict[Pair, int] = {}  # the last round in which a receiver loaded something else
 
@@ -49,12 +49,12 @@ class WeightSync:
 
     def load(self, params: Sequence[Tensor], x: Tensor) -> None:
         """Copy the synchronised weights into the parameters, and note what was loaded."""
-        self.loaded_digests = tuple(flat_kernels.load(params, x, self._segments, self._layout.cuts))
+        self.loaded_digests = tuple(flat_kernels.load(params, x, self._all_segments, self._layout.cuts))
 
     def reset_sent_digest(self, x: Tensor) -> None:
         """Note this partition of node 0's weights, or of those of a checkpoint, as if this node had sent it."""
         part = x[self._layout.partition(self._node)]
-        self.sent_stats, self._differed_in = BufferStats(flat_kernels.checksum(part)), {}
+        self.sent_stats, self._differed_in = ChecksumAndMax(flat_kernels.checksum(part)), {}
 
     async def all_gather_partitions(self, transport: Transport, flat: Tensor) -> None:
         """Send this node's partition of a flat buffer to every node, and receive theirs."""
@@ -80,7 +80,7 @@ class WeightSync:
             differing = pairs_that_differ([row[0] for row in rows], {k: row[1:] for k, row in enumerate(rows)})
             if not differing:
                 return
-        raise damaged("the outer state, twice,", *differing[0])
+        raise damage_error("the outer state, twice,", *differing[0])
 
     async def broadcast_verified(self, transport: Transport, tensor: Tensor) -> None:
         """Give every node node 0's tensor: compared at once, and sent once more where it arrived differently.
@@ -97,7 +97,7 @@ class WeightSync:
             if len(set(digests)) == 1:
                 return
         receiver = next(k for k, digest in enumerate(digests) if digest != digests[0])
-        raise damaged("what all nodes begin with, twice,", 0, receiver)
+        raise damage_error("what all nodes begin with, twice,", 0, receiver)
 
     async def resend_differing(
         self, transport: Transport, round: int, headers: Sequence[Header], x: Tensor
@@ -105,7 +105,7 @@ class WeightSync:
         """Send the right weights of a round to every node that loaded others; returns the pairs.
 
         Raises:
-            Damaged: a pair differs in two rounds in a row, or no node has the weights that an owner sent.
+            ExchangeAborted: a pair differs in two rounds in a row, or no node has the weights that an owner sent.
         """
         differing = self._differing(round, headers)
         here, nothing = self._node, x[:0]
@@ -114,7 +114,7 @@ class WeightSync:
             # the owner itself may be among them: its memory changed after it sent the weights
             donor = next((k for k in (owner, *range(transport.nodes)) if k not in wrong), None)
             if donor is None:
-                raise Damaged(
+                raise ExchangeAborted(
                     f"No node holds the weights that node {owner} sent. Restart all nodes from the last checkpoint."
                 )
             part = x[self._layout.partition(owner)]
@@ -126,7 +126,7 @@ class WeightSync:
             for gap in self._layout.padding(owner):
                 x[gap].zero_()
             if here in wrong and flat_kernels.checksum(part) != headers[owner].sent_digest:
-                raise damaged("what was sent again of the weights", donor, here)
+                raise damage_error("what was sent again of the weights", donor, here)
         if any(receiver == here for _, receiver in differing):
             self.loaded_digests = tuple(header.sent_digest for header in headers)
         return differing
@@ -138,18 +138,18 @@ class WeightSync:
         again = [pair for pair in differing if self._differed_in.get(pair) == round - 1]
         self._differed_in.update(dict.fromkeys(differing, round))
         if again:
-            raise Damaged(
+            raise ExchangeAborted(
                 f"{other_weights(*again[0], round)}, for the second round in a row. {AT_FAULT} Check them, and restart "
                 "all nodes from the last checkpoint."
             )
         return differing
 
 
-def check_finite(t: int, headers: Sequence[Header]) -> None:
-    """Raise where an owner took an outer step to weights that are not finite: its own header states it."""
+def check_sent_weights_finite(t: int, headers: Sequence[Header]) -> None:
+    """Raise if the weights that an owner sent at the end of round t were not finite, as its own header states."""
     owners = [k for k, header in enumerate(headers) if not header.sent_finite]
     if owners:
-        raise Damaged(
+        raise ExchangeAborted(
             f"Round {t} ended with weights that are not finite, in the partition of {named(owners)}. Lower the outer "
             "learning rate; where it is always one node, look at its memory. Where no bound on steps is known, a "
             f"displacement of {named(range(len(headers)))} may have been too large. The last checkpoint is from before."

@@ -17,7 +17,7 @@ from tailopt.clipping.step_cache import StepCache
 from tailopt.rules.rule import Hyperparameters, Rule, States, Tensors
 
 REFUSED = {"LBFGS": "it needs a closure", "SparseAdam": "it takes sparse gradients alone"}
-GROUP = "param_group"  # key in the first parameter's state for what the class changed in its group
+CHANGED_OPTIONS_KEY = "param_group"  # in the first parameter's state: the options that the class changed in its group
 
 
 def torch_rule(kind: type[Optimizer]) -> Rule:
@@ -59,7 +59,7 @@ def _step(
     group = optimizer.param_groups[0]
     before = _settings(group)
     for leaf, state in zip(leaves, states, strict=True):
-        group.update(state.pop(GROUP, {}))
+        group.update(state.pop(CHANGED_OPTIONS_KEY, {}))
         if state:
             optimizer.state[leaf] = dict(state)
     optimizer.step()
@@ -68,7 +68,7 @@ def _step(
         state.update(optimizer.state[leaf])
     changed = {key: value for key, value in _settings(group).items() if key not in before or before[key] != value}
     if changed:
-        states[0][GROUP] = changed
+        states[0][CHANGED_OPTIONS_KEY] = changed
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

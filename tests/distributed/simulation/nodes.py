@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tailopt.distributed.agreement import FactExchange, agree
 from tailopt.distributed.exchange import Exchange
+from tailopt.distributed.exchange_types import JudgingCriteria, Statement
 from tailopt.distributed.heartbeat import DRAIN_S, Heartbeat
 from tailopt.distributed.membership import EXIT_AFTER_S, Membership, Timeouts
 from tailopt.distributed.roll_call import GATHER_S, LOOKUP_S, StoreOwner, answered, incarnation, roll_call
-from tailopt.distributed.round_records import JudgingCriteria, Statement
 from tailopt.distributed.weight_sync import AT_FAULT, other_weights
 from tailopt.rounds.drops import DROPPED
 from tailopt.rounds.guard import Bound
@@ -151,7 +151,7 @@ class SimulatedNode:
         await exchange.start([x])
         exchange.load(params, x)
         exchange.reset_sent_digest(x)
-        states: list[State] = [{} for _ in exchange.segments]
+        states: list[State] = [{} for _ in exchange.own_segments]
         sampling = chooser(plan)
         rule = OUTER[plan.outer]
         for t in range(1, plan.rounds + 1):

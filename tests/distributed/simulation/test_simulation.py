@@ -80,10 +80,10 @@ def test_the_simulation_sees_every_fault_strike_and_every_kind_of_end() -> None:
         struck |= {str(fault[0]) for fault in outcome.struck}
         ends |= {record.error or str(record.finished) for record in outcome.records}
         sizes.add(outcome.plan.nodes)
-        done = len(struck) >= 16 and {"True", "NodeLost", "Damaged", "Disagreement", "ArithmeticError"} <= ends
+        done = len(struck) >= 16 and {"True", "NodeLost", "ExchangeAborted", "Disagreement", "ArithmeticError"} <= ends
         if (done and sizes == {2, 3, 4, 5, 6, 7}) or time.monotonic() > until:
             break
     node = {"crash", "stop", "pause", "cut", "raise", "slow", "nan", "flip", "disagree", "sleeps", "early"}
     assert struck >= node | {"corrupt", "delay", "drop", "duplicate", "reorder"}
-    assert {"True", "NodeLost", "Damaged", "Disagreement", "ArithmeticError"} <= ends
+    assert {"True", "NodeLost", "ExchangeAborted", "Disagreement", "ArithmeticError"} <= ends
     assert sizes == {2, 3, 4, 5, 6, 7}

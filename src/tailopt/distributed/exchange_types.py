@@ -1,4 +1,4 @@
-"""Three records of a round: what a node states, the criteria by which it is judged, and the report of all nodes."""
+"""What an exchange gets and returns: a node's statement, the criteria by which a round is judged, and the report."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Statement:
         bound: how far it can have moved by them.
         loss: of these steps.
         seconds: that they took.
-        trained_digest: a digest of which parameters it trains.
+        trainable_set_digest: a digest of which parameters have requires_grad, by name and group.
         may_be_last: whether this may be the last round: the new weights are then compared at once.
-        thresholds_digest: a digest of the thresholds that are "auto".
-        threshold_recorder: of what its steps clipped, for such thresholds inside; None where there are none.
+        auto_thresholds_digest: a digest of the thresholds that are "auto".
+        threshold_recorder: of what its steps clipped, for "auto" thresholds of the inner rule; None without such.
     """
 
     steps: int = 0
     bound: Bound = Bound(None)
     loss: float = math.nan
     seconds: float = 0.0
-    trained_digest: int = 0
+    trainable_set_digest: int = 0
     may_be_last: bool = False
-    thresholds_digest: int = 0
+    auto_thresholds_digest: int = 0
     threshold_recorder: GradientRecorder | None = None
 
 
@@ -67,8 +67,8 @@ class ExchangeReport:
         warnings_by_node: a sentence about every node that differs from the others.
         may_be_last: whether this may be the last round.
         reloads: sentences about weights that a node had to load again.
-        threshold_statistics: of every node's gradients, for thresholds inside that are "auto".
-        outer_step: statistics of what the outer step clipped, for thresholds outside that are.
+        threshold_statistics: of every node's gradients, for "auto" thresholds of the inner rule.
+        outer_step_statistics: of what the outer step clipped, for "auto" thresholds of the outer rule.
     """
 
     settlement: Settlement
@@ -77,4 +77,4 @@ class ExchangeReport:
     may_be_last: bool
     reloads: list[str] = field(default_factory=list)
     threshold_statistics: dict[int, list[Statistics]] = field(default_factory=dict)
-    outer_step: list[Statistics] = field(default_factory=list)
+    outer_step_statistics: list[Statistics] = field(default_factory=list)

@@ -30,7 +30,7 @@ DONE, FAILED, FATAL = 0, 1, 2  # FAILED: the run can go on without it; FATAL: al
 
 
 @dataclass(frozen=True)
-class RankGroup:
+class AllRanks:
     """All ranks of all nodes, by one number each: node * ranks + rank. Where a node is one process, the nodes.
 
     Args:

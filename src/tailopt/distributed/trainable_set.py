@@ -51,8 +51,8 @@ def described_sizes(names: Sequence[str], params: Sequence[Tensor], buffers: Buf
     }
 
 
-class TrainedParameters:
-    """Watches which parameters of an optimizer train.
+class TrainableSet:
+    """The parameters of an optimizer that train (requires_grad), looked at again in every round.
 
     Args:
         optimizer: the inner one.
@@ -83,8 +83,11 @@ class TrainedParameters:
             if p.requires_grad
         ]
 
-    def refuse_unsynchronised(self, t: int) -> None:
-        """Raise where a parameter was added or unfrozen on all nodes alike: each node would train it by itself."""
+    def check_all_parameters_exchanged(self, t: int) -> None:
+        """Raise if a parameter that trains was added or unfrozen after construction: it would never be exchanged.
+
+        Where all nodes added the same one, their digests agree, so only this check finds it.
+        """
         if self._flags == self._flags_at_start:
             return
         added = [text for text in self.described() if text.endswith(UNSYNCHRONISED)]
