@@ -158,7 +158,8 @@ class ConfigurationBatch:
         self._outer.begin_alike([{} for _ in self._x], len(self._models))
         self._first_route = route
         self._captured = CapturedSteps(self._program, self._inner, programs) if route.name == COMPILED else None
-        self._kept: dict[tuple[int, int], list[State]] = {}  # inner states by replica and node, of all configurations
+        # optimizer states by replica and node, of all configurations
+        self._kept: dict[tuple[int, int], list[State]] = {}
         self._stack: list[Tensor] = []
         self._ahead: dict[int, _Begun] = {}  # of the next round
         self._shares: tuple[Any, Tensor] | None = None  # the last ones, and as a tensor

@@ -19,13 +19,13 @@ class Engine(Protocol):
 
     Attributes:
         steps_done: local steps that every node has taken since the run began.
-        inner_states: the inner optimizer's state of every node that keeps one.
+        optimizer_states: the inner optimizer's state of every node that keeps one.
         diverged_states: of every node that continues from weights of its own.
         repeatability_probe: a digest of the last round's first batch, to be compared when a run is resumed.
     """
 
     steps_done: list[int]
-    inner_states: dict[int, list[State]]
+    optimizer_states: dict[int, list[State]]
     diverged_states: dict[int, DivergedState]
     repeatability_probe: dict[str, Any]
 

@@ -1,7 +1,7 @@
 """Nodes one after another on one model: the memory of one node, however many there are.
 
 A node starts from the global weights, takes its local steps, and the model's memory then becomes its displacement. The
-inner states that nodes keep wait in host memory.
+optimizer states that nodes keep wait in host memory.
 
 Before every local step torch's global generator is seeded by (seed, round, node, step), and Python's and numpy's before
 every node's round, so that dropout and augmentations do not depend on what ran before.
@@ -73,7 +73,7 @@ class Sequential:
 
     Attributes:
         steps_done: local steps that every node has taken since the run began.
-        inner_states: of every node that keeps one, on the CPU.
+        optimizer_states: the inner optimizer's state of every node that keeps one, on the CPU.
         diverged_states: weights and buffers of every node that continues from its own, on the CPU.
         repeatability_probe: the first batch of the last finished round, as (node, round, taken, digest): a run
             that is resumed asks for it again, and its digest must be the same.
@@ -88,7 +88,7 @@ class Sequential:
         self._model_state = ModelState(model)
         self._step_cache = StepCache()
         self.steps_done = [0] * training.batches.nodes
-        self.inner_states: dict[int, list[State]] = {}
+        self.optimizer_states: dict[int, list[State]] = {}
         self.diverged_states: dict[int, DivergedState] = {}
         self.repeatability_probe: dict[str, Any] = {}
         self._pending_probe: dict[str, Any] = {}  # of the round that is under way
@@ -117,14 +117,15 @@ class Sequential:
         if diverged is not None:  # its displacement is still measured from the global weights
             model_state.load_diverged(diverged)
         steps_done, steps = self.steps_done[node], training.batches.steps(node)
-        inner = self._inner_states(state, node)
+        optimizer_state = self._optimizer_state_at_start(state, node)
         # a node that did not start from the global weights may have come from anywhere: nothing bounds it
         movement_bound = training.inner_schedule.bound(t, steps_done, steps) if diverged is None else Bound(None)
         tensors, auto_thresholds = len(model_state.params), training.inner_schedule.auto_thresholds
         statistics_recorder = StatisticsRecorder("counts", tensors) if training.statistics else None
         threshold_recorder = None if auto_thresholds is None else auto_thresholds.recorder(tensors)
-        losses = self._local_steps(node, t, steps, inner, statistics_recorder, threshold_recorder)
+        losses = self._local_steps(node, t, steps, optimizer_state, statistics_recorder, threshold_recorder)
         diverged_state = model_state.diverged_state() if diverges else None
+        keeps_state = training.algorithm.inner_state == "keep"
         delta, flat = model_state.take_displacement(state, start)
         return Contribution(
             node=node,
@@ -135,7 +136,7 @@ class Sequential:
             loss=_mean(losses),
             movement_bound=movement_bound,
             steps=steps,
-            inner_state=[copied_to(s, "cpu") for s in inner] if training.algorithm.inner_state == "keep" else None,
+            optimizer_state=[copied_to(s, "cpu") for s in optimizer_state] if keeps_state else None,
             diverged_state=diverged_state,
             statistics=None if statistics_recorder is None else statistics_recorder.take(tensors),
             threshold_statistics=None if threshold_recorder is None else threshold_recorder.statistics(),
@@ -146,7 +147,7 @@ class Sequential:
         node: int,
         t: int,
         steps: int,
-        inner: Sequence[State],
+        optimizer_state: Sequence[State],
         statistics_recorder: StatisticsRecorder | None,
         threshold_recorder: GradientRecorder | None,
     ) -> list[Tensor]:
@@ -166,18 +167,18 @@ class Sequential:
                 losses.append(self._backward(to_device(batch, self._device), params))
             except Exception as error:
                 raise _with_location(error, node, t, step) from error.__cause__
-            self._inner_step(params, inner, at(t, steps_done + step), statistics_recorder)
+            self._inner_step(params, optimizer_state, at(t, steps_done + step), statistics_recorder)
             if threshold_recorder is not None:
-                self._record_clipped(params, inner, threshold_recorder, steps_done + step)
+                self._record_clipped(params, optimizer_state, threshold_recorder, steps_done + step)
         for p in params:
             p.grad = None
         return losses
 
-    def _inner_states(self, state: GlobalState, node: int) -> list[State]:
+    def _optimizer_state_at_start(self, state: GlobalState, node: int) -> list[State]:
         """Return the inner optimizer's state with which a node starts its round."""
         algorithm, weights = self._training.algorithm, self._model_state.weights
-        if algorithm.inner_state == "keep" and node in self.inner_states:
-            return [copied_to(s, self._device) for s in self.inner_states[node]]
+        if algorithm.inner_state == "keep" and node in self.optimizer_states:
+            return [copied_to(s, self._device) for s in self.optimizer_states[node]]
         if algorithm.send_preconditioner and state.round:
             # raw: the algorithm turns off the correction of the second moment, so Adam counts its steps from 0
             step = 0 if algorithm.send_preconditioner == "raw" else state.round
@@ -241,8 +242,8 @@ class Sequential:
     def keep_node_states(self, result: RoundResult) -> None:
         """Take over what the nodes keep after a round.
 
-        The steps of every participant count. A node that the guard or a robust mean excluded keeps the inner state from
-        before the round; one whose contribution was lost keeps its new one.
+        The steps of every participant count. A node that the guard or a robust mean excluded keeps the optimizer state
+        from before the round; one whose contribution was lost keeps its new one.
         """
         # The probe is that of a finished round. Where a round fails on bad data, the user may repair them and resume: a
         # probe of that round would refuse the repaired data.
@@ -251,7 +252,7 @@ class Sequential:
             self.steps_done[node] += steps
             self.diverged_states.pop(node, None)
         self.diverged_states.update(result.node_states.diverged_states)
-        self.inner_states.update(result.node_states.inner_states)
+        self.optimizer_states.update(result.node_states.optimizer_states)
 
     def evaluate(self, state: GlobalState, function: Callable[[torch.nn.Module], Mapping[str, Any]]) -> dict[str, Any]:
         """Return the user's metrics of the global model, in evaluation mode."""

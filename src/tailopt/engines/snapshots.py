@@ -36,7 +36,7 @@ def save(run: Run, state: GlobalState, engine: Engine, thresholds: RoundThreshol
     )
     nodes: dict[int, dict[str, Tensor]] = {}
     inner: dict[str, Any] = {}
-    for node, states in engine.inner_states.items():
+    for node, states in engine.optimizer_states.items():
         nodes[node], inner[str(node)] = checkpoints.pack(states, "inner")
     diverged: dict[str, Any] = {}
     for node, at in engine.diverged_states.items():
@@ -69,7 +69,7 @@ class _Contents(NamedTuple):
     shared: dict[str, Any]  # weights, buffers, outer, average
     steps_done: list[int]
     probe: dict[str, Any]
-    inner_states: dict[int, list[State]]
+    optimizer_states: dict[int, list[State]]
     diverged_states: dict[int, DivergedState]
     thresholds: dict[str, Any]
 
@@ -108,7 +108,7 @@ def restore(
         state.average = [shared["average"][name].to(device) for name in state.names]
     state.round = snapshot.round
     engine.steps_done, engine.repeatability_probe = contents.steps_done, contents.probe
-    engine.inner_states, engine.diverged_states = contents.inner_states, contents.diverged_states
+    engine.optimizer_states, engine.diverged_states = contents.optimizer_states, contents.diverged_states
 
 
 def _layouts(shared: dict[str, Any], state: GlobalState) -> tuple[ModelLayout, ModelLayout]:

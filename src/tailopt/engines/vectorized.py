@@ -68,16 +68,16 @@ class Vectorized(Sequential):
         self._look_at_first_batch(sources[0], t)
         self._program.load_constants(state.buffers)
         stacked = self._stacked(state, start, nodes)
-        self._inner.begin([self._inner_states(state, node) for node in nodes])
+        self._inner.begin([self._optimizer_state_at_start(state, node) for node in nodes])
         self._recorders = [StatisticsRecorder("counts", len(start)) for _ in nodes] if training.statistics else []
         losses = self._round().run(stacked, sources, t).tolist()
         self._program.check_constants(state.buffers)
         new_diverged = {r: self._diverged_state(stacked, state, r) for r, node in enumerate(nodes) if node in diverging}
         deltas = _displacements(stacked.weights, start)
         for row, (node, source) in enumerate(zip(nodes, sources, strict=True)):
-            inner = None
+            optimizer_state = None
             if training.algorithm.inner_state == "keep":
-                inner = [copied_to(s, "cpu") for s in self._inner.state(row)]
+                optimizer_state = [copied_to(s, "cpu") for s in self._inner.state(row)]
             movement_bound = training.inner_schedule.bound(t, source.steps_done, source.steps)
             if node in self.diverged_states:  # it did not start from the global weights: nothing bounds it
                 movement_bound = Bound(None)
@@ -89,7 +89,7 @@ class Vectorized(Sequential):
                 loss=losses[row],
                 movement_bound=movement_bound,
                 steps=source.steps,
-                inner_state=inner,
+                optimizer_state=optimizer_state,
                 diverged_state=new_diverged.get(row),
                 statistics=self._recorders[row].take(len(start)) if self._recorders else None,
             )

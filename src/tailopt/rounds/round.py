@@ -80,7 +80,7 @@ class Contribution:
         movement_bound: how far its optimizer can have moved it; unbounded where it is diverged.
         steps: local steps taken.
         flat: the whole displacement as one tensor, laid out like the flat global weights, or None.
-        inner_state: its optimizer's state, where nodes keep it.
+        optimizer_state: the state of its inner optimizer, where nodes keep it.
         diverged_state: where it ended, if it continues from there.
         statistics: of its gradients, if they were asked for.
         threshold_statistics: of its gradients, by tensor, from which thresholds that are "auto" follow; None where
@@ -95,7 +95,7 @@ class Contribution:
     movement_bound: Bound
     steps: int = 0
     flat: Tensor | None = None
-    inner_state: list[State] | None = None
+    optimizer_state: list[State] | None = None
     diverged_state: DivergedState | None = None
     statistics: Any = None
     threshold_statistics: list[Statistics] | None = None
@@ -105,7 +105,7 @@ class Contribution:
 class NodeStates:
     """What the nodes of a round keep for themselves, by node."""
 
-    inner_states: dict[int, list[State]] = field(default_factory=dict)
+    optimizer_states: dict[int, list[State]] = field(default_factory=dict)
     diverged_states: dict[int, DivergedState] = field(default_factory=dict)
 
 
@@ -139,7 +139,7 @@ class RoundMean:
         state: from which the round started.
         participants: who takes part.
         policy: whether the guard checks, and which mean is taken.
-        lost: nodes whose contributions do not arrive. They are not checked, and their inner states move on.
+        lost: nodes whose contributions do not arrive. They are not checked, and their optimizer states move on.
     """
 
     def __init__(
@@ -216,8 +216,8 @@ class RoundMean:
                 self._accumulate(c)
 
     def _collect_node_states(self, c: Contribution) -> None:
-        if c.inner_state is not None:
-            self._node_states.inner_states[c.node] = c.inner_state
+        if c.optimizer_state is not None:
+            self._node_states.optimizer_states[c.node] = c.optimizer_state
         if c.diverged_state is not None and c.node in self._lost:
             self._node_states.diverged_states[c.node] = c.diverged_state
 
