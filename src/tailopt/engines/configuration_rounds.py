@@ -23,7 +23,7 @@ from tailopt.engines.captured_mean import mean_displacements
 from tailopt.engines.captured_steps import CapturedPrograms, CapturedSteps
 from tailopt.engines.configuration_mean import NodeMean, all_finite, like
 from tailopt.engines.configuration_settings import ConfigurationHyperparameters
-from tailopt.engines.model_state import Buffers, as_real, trainable
+from tailopt.engines.model_state import Buffers, as_real, trainable_parameters
 from tailopt.engines.routes import CHOICES, COMPILED, VMAP, Route
 from tailopt.engines.sequential import PRECISIONS
 from tailopt.engines.sequential import _with_location as with_location
@@ -143,9 +143,10 @@ class ConfigurationBatch:
         self._model = self._models[0]
         if not self._model.training:  # otherwise the modes are the user's: a frozen BatchNorm stays frozen
             self._model.train()
-        self.names, self._params = trainable(self._model)
+        trained = trainable_parameters(self._model)
+        self.names, self._params = list(trained), list(trained.values())
         self._program = StackedModel(self._model, task.loss, PRECISIONS[task.precision], configurations=True)
-        starts = [[as_real(p.detach()) for p in trainable(model)[1]] for model in self._models]
+        starts = [[as_real(p.detach()) for p in trainable_parameters(model).values()] for model in self._models]
         each = [AlgorithmHyperparameters(a, task.schedules, self.names) for a in algorithms]
         self._hparams = ConfigurationHyperparameters(each, starts[0])
         self._x = [

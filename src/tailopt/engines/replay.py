@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tailopt.algorithms import Algorithm
-from tailopt.engines.model_state import trainable
+from tailopt.engines.model_state import trainable_parameters
 from tailopt.engines.simulate import simulate
 from tailopt.records import history
 from tailopt.records.folder import Run
@@ -86,12 +86,12 @@ def replay(
     rounds = max(by_round, default=0)
     if not rounds:
         raise ValueError(f"{folder} has no finished round to replay.")
-    names, _ = trainable(model)
+    names = list(trainable_parameters(model))
     differences: list[Difference | None] = []
 
     def compare(net: torch.nn.Module) -> dict[str, float]:
         t = len(differences) + 1
-        recorded, replayed = by_round.get(t, {}), tensor_digests(names, trainable(net)[1])
+        recorded, replayed = by_round.get(t, {}), tensor_digests(names, list(trainable_parameters(net).values()))
         name = next((name for name in names if recorded.get(name) != replayed[name]), None)
         difference = None if name is None else Difference(t, name, recorded.get(name, "nothing"), replayed[name])
         differences.append(difference)

@@ -23,7 +23,7 @@ from tailopt.algorithms import algorithm as named_algorithm
 from tailopt.engines.configuration_rounds import Configurations, ReplicasDiffer
 from tailopt.engines.configuration_settings import stacking_key
 from tailopt.engines.configurations import ReplicasResult, planned_batch, train_configurations
-from tailopt.engines.model_state import trainable
+from tailopt.engines.model_state import trainable_parameters
 from tailopt.engines.routes import SEQUENTIAL, Route, VmapRefused
 from tailopt.engines.sequential import seed_python_and_numpy, seed_torch
 from tailopt.engines.simulate import restoring_global_rng
@@ -251,7 +251,7 @@ class Trainer:
         if r not in self._evaluated:
             self._evaluated[r] = copy.deepcopy(self._models[r]).to(self._device)
         model = self._evaluated[r]
-        own = dict(zip(*trainable(model), strict=True)) | dict(model.named_buffers())
+        own = trainable_parameters(model) | dict(model.named_buffers())
         for name, x in state.items():
             own[name].copy_(torch.view_as_complex(x) if own[name].is_complex() and not x.is_complex() else x)
         evaluation_seed = derive_seed(seed, "evaluate", t)
