@@ -16,7 +16,7 @@ from tailopt.distributed.mesh import local_tensor, rank_group
 from tailopt.distributed.round_records import ExchangeReport, JudgingCriteria, Statement
 from tailopt.distributed.weight_sync import AT_FAULT, other_weights
 from tailopt.engines.model_state import Buffers, as_real
-from tailopt.rounds.auto_thresholds import NO_AUTO_THRESHOLDS, RoundThresholds
+from tailopt.rounds.auto_thresholds import NO_AUTO_THRESHOLDS, AutoThresholdsByLevel
 from tailopt.rounds.drops import DROPPED
 from tailopt.rounds.gradient_statistics import GradientRecorder
 from tailopt.rounds.hyperparameters import RuleHyperparameters
@@ -50,7 +50,7 @@ class Node:
         params: Sequence[Tensor],
         buffers: Buffers | None,
         average: bool = False,
-        thresholds: RoundThresholds = NO_AUTO_THRESHOLDS,
+        thresholds: AutoThresholdsByLevel = NO_AUTO_THRESHOLDS,
     ) -> None:
         self.thresholds = thresholds
         self.params = list(params)

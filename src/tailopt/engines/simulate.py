@@ -237,7 +237,7 @@ class Simulation:
         names = list(trainable_parameters(self.model))
         hyperparameters = AlgorithmHyperparameters(self.algorithm, self.schedules, names)
         hyperparameters.check_first_round()
-        thresholds = hyperparameters.thresholds
+        auto_thresholds = hyperparameters.auto_thresholds
         working = (self.model if inplace else copy.deepcopy(self.model)).to(device)
         modes = modes_of(working)
         try:
@@ -248,7 +248,7 @@ class Simulation:
                 config = self._config(reporting.statistics, records)
                 run = open_run(records.folder, config, records.resume) if records.folder is not None else None
                 try:
-                    loop = Loop(engine, self.policy, hyperparameters.outer, thresholds, reporting, run)
+                    loop = Loop(engine, self.policy, hyperparameters.outer, auto_thresholds, reporting, run)
                     if records.resume:
                         loop.resume(state)
                     loop.go(state)
@@ -261,7 +261,8 @@ class Simulation:
         if state.average is not None:
             mean = copy.deepcopy(working)
             ModelState(mean).load_average(state)
-        return Result(working, mean, loop.history, self.algorithm, self.policy.seed, thresholds.choices)
+        chosen = auto_thresholds.choice_messages
+        return Result(working, mean, loop.history, self.algorithm, self.policy.seed, chosen)
 
     def _training(
         self, inner_schedule: RuleHyperparameters, device: torch.device, statistics: bool, records: RunFolderOptions

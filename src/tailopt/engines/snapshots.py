@@ -18,12 +18,14 @@ from tailopt.engines.sequential import copied_to
 from tailopt.records import checkpoints
 from tailopt.records.folder import Run
 from tailopt.records.model_check import ModelLayout, TensorSpec, check_same_model
-from tailopt.rounds.auto_thresholds import NO_AUTO_THRESHOLDS, RoundThresholds, checked_state
+from tailopt.rounds.auto_thresholds import NO_AUTO_THRESHOLDS, AutoThresholdsByLevel, checked_state
 from tailopt.rounds.round import DivergedState, GlobalState
 from tailopt.rules.rule import State
 
 
-def save(run: Run, state: GlobalState, engine: Engine, thresholds: RoundThresholds = NO_AUTO_THRESHOLDS) -> Path:
+def save(
+    run: Run, state: GlobalState, engine: Engine, auto_thresholds: AutoThresholdsByLevel = NO_AUTO_THRESHOLDS
+) -> Path:
     """Write everything that a run needs to continue."""
     tensors, structure = checkpoints.pack(
         {
@@ -50,7 +52,7 @@ def save(run: Run, state: GlobalState, engine: Engine, thresholds: RoundThreshol
         "taken": engine.steps_done,
         "probe": engine.repeatability_probe,
         # left out where nothing is "auto": checkpoints keep their bytes
-        **({"thresholds": thresholds.state()} if thresholds.levels else {}),
+        **({"thresholds": auto_thresholds.state()} if auto_thresholds.levels else {}),
     }
     return checkpoints.save(run.path, state.round, tensors, nodes, meta, writer=run.checkpoint_writer)
 
@@ -71,7 +73,7 @@ class _Contents(NamedTuple):
     probe: dict[str, Any]
     optimizer_states: dict[int, list[State]]
     diverged_states: dict[int, DivergedState]
-    thresholds: dict[str, Any]
+    auto_thresholds: dict[str, Any]
 
 
 def _contents(snapshot: checkpoints.Snapshot) -> _Contents:
@@ -92,13 +94,16 @@ def _contents(snapshot: checkpoints.Snapshot) -> _Contents:
 
 
 def restore(
-    snapshot: checkpoints.Snapshot, state: GlobalState, engine: Engine, thresholds: RoundThresholds = NO_AUTO_THRESHOLDS
+    snapshot: checkpoints.Snapshot,
+    state: GlobalState,
+    engine: Engine,
+    auto_thresholds: AutoThresholdsByLevel = NO_AUTO_THRESHOLDS,
 ) -> None:
     """Load a checkpoint into a new state and engine; refuse one of another model."""
     contents = _contents(snapshot)
     shared = contents.shared
     check_same_model(*_layouts(shared, state))
-    thresholds.load_state(contents.thresholds)
+    auto_thresholds.load_state(contents.auto_thresholds)
     device = state.weights[0].device if state.weights else torch.device("cpu")
     for name, weight in zip(state.names, state.weights, strict=True):
         weight.copy_(shared["weights"][name])

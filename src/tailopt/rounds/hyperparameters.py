@@ -23,7 +23,7 @@ from tailopt.algorithms import (
     rule_of,
 )
 from tailopt.optimizers.auto_thresholds import is_auto
-from tailopt.rounds.auto_thresholds import AutoThresholds, RoundThresholds
+from tailopt.rounds.auto_thresholds import AutoThresholds, AutoThresholdsByLevel
 from tailopt.rounds.guard import Bound, bound
 from tailopt.rules.rule import Hyperparameters, Rule
 
@@ -167,9 +167,9 @@ class AlgorithmHyperparameters:
         self.outer.at(1)
 
     @property
-    def thresholds(self) -> RoundThresholds:
+    def auto_thresholds(self) -> AutoThresholdsByLevel:
         """The thresholds of both rules that are "auto"."""
-        return RoundThresholds(self.inner.auto_thresholds, self.outer.auto_thresholds)
+        return AutoThresholdsByLevel(self.inner.auto_thresholds, self.outer.auto_thresholds)
 
     def schedules(self) -> dict[str, Any]:
         """Return the schedules, by the public name of what they change."""

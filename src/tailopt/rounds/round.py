@@ -249,15 +249,17 @@ def finish_round(
         torch._foreach_lerp_(state.average, state.weights, 2.0 / (state.round + 1))
 
 
-def statistics_of_outer_step(state: GlobalState, result: RoundResult, thresholds: AutoThresholds) -> list[Statistics]:
+def statistics_of_outer_step(
+    state: GlobalState, result: RoundResult, auto_thresholds: AutoThresholds
+) -> list[Statistics]:
     """Return the statistics of what an outer step clipped, after it; none where nothing arrived.
 
     The mean displacement was negated by then, which changes no magnitude.
     """
     if not result.settlement.counted_shares:
         return []
-    clipped = clipped_by_step(_by_tensor(state, result), state.outer_state, thresholds.momentum)
-    return statistics_of_displacement(clipped, thresholds.kind)
+    clipped = clipped_by_step(_by_tensor(state, result), state.outer_state, auto_thresholds.momentum)
+    return statistics_of_displacement(clipped, auto_thresholds.kind)
 
 
 def _by_tensor(state: GlobalState, result: RoundResult) -> list[Tensor]:
