@@ -20,7 +20,7 @@ from tailopt.distributed.outer_step import PendingMean
 from tailopt.native import library
 from tailopt.native.calls import addresses
 from tailopt.native.flat import Pieces, WeightedSum
-from tailopt.rules.rule import State
+from tailopt.rules.rule import ParamState
 from tailopt.rules.table import OUTER
 
 KERNEL = library.loaded()
@@ -402,8 +402,8 @@ def test_a_descent_of_the_kernel_is_the_rule_on_the_mean(
 
     ours = numbers(length, seed=length)
     theirs = ours.clone()
-    states: list[State] = [{} for _ in pieces]
-    others: list[State] = [{} for _ in pieces]
+    states: list[ParamState] = [{} for _ in pieces]
+    others: list[ParamState] = [{} for _ in pieces]
     took = []
     for turn in range(3):
         rows = list(numbers(3, length, seed=turn).unbind())
@@ -425,7 +425,7 @@ def test_a_descent_of_the_kernel_is_the_rule_on_the_mean(
 
 def test_what_the_kernel_cannot_do_is_left_to_torch() -> None:
     x, row, whole = numbers(4), [numbers(4)], [(0, 4)]
-    momentum: list[State] = [{"momentum_buffer": numbers(4)}]
+    momentum: list[ParamState] = [{"momentum_buffer": numbers(4)}]
     own = {"lr": torch.full((4,), 0.5), "momentum": 0.9}
     assert not flat_kernels.mean_and_sgd_step(
         OUTER["nesterov"], x, momentum, own, flat_kernels.Rows(row, [1.0], 1.0), whole

@@ -24,7 +24,7 @@ from tailopt.rounds.participants import Participants
 from tailopt.rounds.policy import RoundPolicy
 from tailopt.rounds.round import DivergedState
 from tailopt.rules.adam import initial_adam_state
-from tailopt.rules.rule import State
+from tailopt.rules.rule import ParamState
 
 
 class Node:
@@ -62,7 +62,7 @@ class Node:
         ranks = None if inside is None else GlooTransport.of(inside)
         self.exchange = Exchange(transport, list(names), shapes, dtypes, ranks, self.params)
         self.x = flat_kernels.alloc_huge_pages(self.exchange.layout.total, self.exchange.dtype)
-        self.outer_state: list[State] = [{} for _ in self.exchange.segments]
+        self.outer_state: list[ParamState] = [{} for _ in self.exchange.segments]
         self.average: Tensor | None = torch.zeros_like(self.x) if average else None
         self.round = 0
         self.diverged_state: DivergedState | None = None
@@ -213,7 +213,7 @@ class Node:
         blocking(self.exchange.all_gather_verified(flat))
         self.second_moment = flat
 
-    def states_with_second_moment(self, adam_step: int) -> list[State]:
+    def states_with_second_moment(self, adam_step: int) -> list[ParamState]:
         """Return the state of an inner Adam that starts with the outer second moment, after so many steps of Adam."""
         assert self.second_moment is not None
         moments = self.exchange.layout.views(self.second_moment, self.exchange.shapes)

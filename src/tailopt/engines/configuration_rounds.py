@@ -35,7 +35,7 @@ from tailopt.rounds.guard import NOT_FINITE
 from tailopt.rounds.hyperparameters import AlgorithmHyperparameters
 from tailopt.rounds.policy import RoundPolicy
 from tailopt.rules.adam import initial_adam_state
-from tailopt.rules.rule import State
+from tailopt.rules.rule import ParamState
 
 PLAIN = Route(VMAP, "all configurations and nodes as one program")
 Measure = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -160,7 +160,7 @@ class ConfigurationBatch:
         self._first_route = route
         self._captured = CapturedSteps(self._program, self._inner, programs) if route.name == COMPILED else None
         # optimizer states by replica and node, of all configurations
-        self._kept: dict[tuple[int, int], list[State]] = {}
+        self._kept: dict[tuple[int, int], list[ParamState]] = {}
         self._stack: list[Tensor] = []
         self._ahead: dict[int, _Begun] = {}  # of the next round
         self._shares: tuple[Any, Tensor] | None = None  # the last ones, and as a tensor
@@ -320,7 +320,7 @@ class ConfigurationBatch:
         if algorithm.inner_state == "keep":
             self._inner.begin([self._kept.get(member, [{} for _ in self._x]) for member in members])
             return
-        states: list[State] = [{} for _ in self._x]
+        states: list[ParamState] = [{} for _ in self._x]
         if algorithm.send_preconditioner and t > 1:
             step, nodes = 0 if algorithm.send_preconditioner == "raw" else t - 1, len(members) // len(self._models)
             for i, (w, v) in enumerate(zip(map(as_real, self._stack), self._outer.tensors("exp_avg_sq"), strict=True)):
@@ -411,7 +411,7 @@ def _for_nodes(values: Tensor, nodes: int) -> Tensor:
     return values.repeat_interleave(nodes, dim=0)
 
 
-def _copied(states: Sequence[State]) -> list[State]:
+def _copied(states: Sequence[ParamState]) -> list[ParamState]:
     return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in s.items()} for s in states]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.round import Contribution, DivergedState, GlobalState, RoundResult
-from tailopt.rules.rule import State
+from tailopt.rules.rule import ParamState
 
 Evaluate = Callable[[torch.nn.Module], Mapping[str, Any]]
 
@@ -25,7 +25,7 @@ class Engine(Protocol):
     """
 
     steps_done: list[int]
-    optimizer_states: dict[int, list[State]]
+    optimizer_states: dict[int, list[ParamState]]
     diverged_states: dict[int, DivergedState]
     repeatability_probe: dict[str, Any]
 

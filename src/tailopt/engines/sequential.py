@@ -33,7 +33,7 @@ from tailopt.rounds.hyperparameters import RuleHyperparameters
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.round import Contribution, DivergedState, GlobalState, RoundResult
 from tailopt.rules.adam import initial_adam_state
-from tailopt.rules.rule import Hyperparameters, State
+from tailopt.rules.rule import Hyperparameters, ParamState
 from tailopt.seeds import derive_seed, step_seed
 
 PRECISIONS = {None: None, "fp32": None, "bf16": torch.bfloat16}
@@ -88,7 +88,7 @@ class Sequential:
         self._model_state = ModelState(model)
         self._step_cache = StepCache()
         self.steps_done = [0] * training.batches.nodes
-        self.optimizer_states: dict[int, list[State]] = {}
+        self.optimizer_states: dict[int, list[ParamState]] = {}
         self.diverged_states: dict[int, DivergedState] = {}
         self.repeatability_probe: dict[str, Any] = {}
         self._pending_probe: dict[str, Any] = {}  # of the round that is under way
@@ -147,7 +147,7 @@ class Sequential:
         node: int,
         t: int,
         steps: int,
-        optimizer_state: Sequence[State],
+        optimizer_state: Sequence[ParamState],
         statistics_recorder: StatisticsRecorder | None,
         threshold_recorder: GradientRecorder | None,
     ) -> list[Tensor]:
@@ -174,7 +174,7 @@ class Sequential:
             p.grad = None
         return losses
 
-    def _optimizer_state_at_start(self, state: GlobalState, node: int) -> list[State]:
+    def _optimizer_state_at_start(self, state: GlobalState, node: int) -> list[ParamState]:
         """Return the inner optimizer's state with which a node starts its round."""
         algorithm, weights = self._training.algorithm, self._model_state.weights
         if algorithm.inner_state == "keep" and node in self.optimizer_states:
@@ -204,7 +204,7 @@ class Sequential:
     def _inner_step(
         self,
         params: Sequence[torch.nn.Parameter],
-        states: Sequence[State],
+        states: Sequence[ParamState],
         hparams: Hyperparameters,
         statistics_recorder: StatisticsRecorder | None,
     ) -> None:
@@ -225,7 +225,11 @@ class Sequential:
             self._training.inner_schedule.rule.step(weights, grads, states, hparams, self._step_cache)
 
     def _record_clipped(
-        self, params: Sequence[torch.nn.Parameter], states: Sequence[State], recorder: GradientRecorder, steps_done: int
+        self,
+        params: Sequence[torch.nn.Parameter],
+        states: Sequence[ParamState],
+        recorder: GradientRecorder,
+        steps_done: int,
     ) -> None:
         """Record what a step clipped, from which thresholds that are "auto" follow."""
         assert self._training.inner_schedule.auto_thresholds is not None
@@ -318,7 +322,7 @@ def seed_python_and_numpy(value: int) -> None:
 COUNTERS = frozenset({"step", "mu_product"})
 
 
-def copied_to(state: State, device: torch.device | str) -> State:
+def copied_to(state: ParamState, device: torch.device | str) -> ParamState:
     """Copy a parameter's state to a device; counters stay on the CPU, where torch's optimizers want them."""
 
     def copied(key: str, value: Any) -> Any:

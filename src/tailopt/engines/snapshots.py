@@ -20,7 +20,7 @@ from tailopt.records.folder import Run
 from tailopt.records.model_check import ModelLayout, TensorSpec, check_same_model
 from tailopt.rounds.auto_thresholds import NO_AUTO_THRESHOLDS, AutoThresholdsByLevel, checked_state
 from tailopt.rounds.round import DivergedState, GlobalState
-from tailopt.rules.rule import State
+from tailopt.rules.rule import ParamState
 
 
 def save(
@@ -71,7 +71,7 @@ class _Contents(NamedTuple):
     shared: dict[str, Any]  # weights, buffers, outer, average
     steps_done: list[int]
     probe: dict[str, Any]
-    optimizer_states: dict[int, list[State]]
+    optimizer_states: dict[int, list[ParamState]]
     diverged_states: dict[int, DivergedState]
     auto_thresholds: dict[str, Any]
 

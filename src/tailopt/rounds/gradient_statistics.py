@@ -21,7 +21,7 @@ from tailopt.clipping.counts import STRIDE, Counts, add, read
 from tailopt.clipping.operators import real_parts
 from tailopt.native.clip import BINS, Counters
 from tailopt.rounds.block_norm import norm, sum_of_squares
-from tailopt.rules.rule import State
+from tailopt.rules.rule import ParamState
 from tailopt.thresholds import Norms, Statistics
 
 Kind = Literal["elements", "norm", "tensor norms"]  # of every tensor; one norm over all; one of every tensor
@@ -131,7 +131,7 @@ def over_ranks(packed: Tensor, kind: Kind, sharded: Sequence[int]) -> Tensor:
     return result
 
 
-def clipped_by_step(grads: Sequence[Tensor], states: Sequence[State], momentum: float) -> list[Tensor]:
+def clipped_by_step(grads: Sequence[Tensor], states: Sequence[ParamState], momentum: float) -> list[Tensor]:
     """What a step of a rule clipped: the gradients, or with momentum their means, from the states after the step."""
     if not momentum:
         return list(grads)

@@ -31,7 +31,7 @@ from tailopt.rounds.mean import BufferMean, CollectedMean, WeightedMean
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.policy import RoundPolicy
 from tailopt.rounds.settle import Settlement, settle
-from tailopt.rules.rule import Hyperparameters, Rule, State, can_step_flat_without_state
+from tailopt.rules.rule import Hyperparameters, ParamState, Rule, can_step_flat_without_state
 from tailopt.thresholds import Statistics
 
 
@@ -52,7 +52,7 @@ class GlobalState:
     names: list[str]
     weights: list[Tensor]
     buffers: dict[str, Tensor]
-    outer_state: list[State]
+    outer_state: list[ParamState]
     average: list[Tensor] | None = None
     round: int = 0
     flat: Tensor | None = None
@@ -95,7 +95,7 @@ class Contribution:
     movement_bound: Bound
     steps: int = 0
     flat: Tensor | None = None
-    optimizer_state: list[State] | None = None
+    optimizer_state: list[ParamState] | None = None
     diverged_state: DivergedState | None = None
     statistics: Any = None
     threshold_statistics: list[Statistics] | None = None
@@ -105,7 +105,7 @@ class Contribution:
 class NodeStates:
     """What the nodes of a round keep for themselves, by node."""
 
-    optimizer_states: dict[int, list[State]] = field(default_factory=dict)
+    optimizer_states: dict[int, list[ParamState]] = field(default_factory=dict)
     diverged_states: dict[int, DivergedState] = field(default_factory=dict)
 
 

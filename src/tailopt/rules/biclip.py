@@ -26,8 +26,8 @@ from tailopt.clipping.reference import ClipByValue, Momentum, StepNumbers
 from tailopt.clipping.step_cache import StepCache
 from tailopt.rules.rule import (
     Hyperparameters,
+    ParamStates,
     Rule,
-    States,
     StepBound,
     Tensors,
     Thresholds,
@@ -38,7 +38,7 @@ from tailopt.rules.rule import (
 
 
 def _biclip(
-    params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
+    params: Tensors, grads: Tensors, states: ParamStates, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
     names = ("lr", "u", "d")
     momentum, clamp_gradients = float(hparams.get("momentum", 0.0)), hparams.get("clamp_momentum", True)
@@ -60,7 +60,9 @@ def _biclip(
     update(groups, cache=cache)
 
 
-def _with_momentum(groups: Sequence[StepGroup], states: States, beta: float, clamp_gradients: bool) -> list[StepGroup]:
+def _with_momentum(
+    groups: Sequence[StepGroup], states: ParamStates, beta: float, clamp_gradients: bool
+) -> list[StepGroup]:
     """The groups with their momenta, split by how many steps these have taken; every count goes up by one."""
     result, first = [], 0
     for group in groups:
@@ -102,7 +104,7 @@ def _sign_thresholds(params: Tensors, grads: Tensors, hparams: Hyperparameters) 
 
 
 def _sign(
-    params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
+    params: Tensors, grads: Tensors, states: ParamStates, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
     _biclip(params, grads, states, {**hparams, "u": 1.0, "d": 1.0}, cache)
 

@@ -25,8 +25,8 @@ from tailopt.clipping.reference import ScaleToNorm, StepNumbers
 from tailopt.clipping.step_cache import StepCache
 from tailopt.rules.rule import (
     Hyperparameters,
+    ParamStates,
     Rule,
-    States,
     StepBound,
     Tensors,
     largest_step,
@@ -38,7 +38,7 @@ SCOPES = ("global", "tensor")
 
 
 def _biclip_l2(
-    params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
+    params: Tensors, grads: Tensors, states: ParamStates, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
     if hparams.get("leading", 0):
         _step_stacked(params, grads, hparams)
