@@ -29,7 +29,7 @@ from torch import Tensor
 import tailopt
 from tailopt.clipping.dispatch import KERNELS
 from tailopt.clipping.kernels.kernel import StepGroup
-from tailopt.clipping.reference import ClipByValue, StepNumbers
+from tailopt.clipping.reference import ClipByValue, StepHyperparameters
 from tailopt.native import library as native
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
@@ -67,8 +67,8 @@ def parameters(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor
 
 
 def kernel(name: str, params: list[Tensor]) -> Callable[[], None]:
-    step = StepNumbers(ClipByValue(NUMBERS["u"], NUMBERS["d"]), lr=NUMBERS["lr"])
-    batch = StepGroup(params, [p.grad for p in params], step)  # type: ignore[misc]
+    hparams = StepHyperparameters(ClipByValue(NUMBERS["u"], NUMBERS["d"]), lr=NUMBERS["lr"])
+    batch = StepGroup(params, [p.grad for p in params], hparams)  # type: ignore[misc]
 
     def run() -> None:
         with torch.no_grad():

@@ -18,7 +18,7 @@ from torch import Tensor
 from tailopt.clipping.kernels.kernel import PLAIN_TYPES, StepGroup, row
 from tailopt.clipping.memory import check_memory
 from tailopt.clipping.operators import compute_dtype
-from tailopt.clipping.reference import StepNumbers
+from tailopt.clipping.reference import StepHyperparameters
 from tailopt.native.calls import DTYPES, addresses, dtype_codes, sizes
 from tailopt.native.clip import StepRows
 
@@ -40,8 +40,8 @@ class StepCache:
         self._compute_dtypes: list[torch.dtype] = []  # by parameter
         self.param_addresses, self._grad_addresses, self._momentum_addresses = array("Q"), array("Q"), array("Q")
         self.distinct = True  # no parameter is in the list twice
-        # of the last groups; empty if a tensor that may change is among their numbers
-        self._steps: list[StepNumbers] = []
+        # of the last groups; empty if a tensor that may change is among them
+        self._last_hparams: list[StepHyperparameters] = []
         self._lengths: list[int] = []  # parameters in each of the last groups
         self._row_sources: list[tuple[int, torch.dtype]] = []  # group and arithmetic of each row
         self._rows, self._row_of_param = array("d"), array("i")
@@ -76,7 +76,7 @@ class StepCache:
         self.sizes, self.dtype_codes = sizes(params), array("i", [DTYPES[t] for t in dtypes])
         self.momentum_codes = dtype_codes(momenta)
         self._compute_dtypes = [compute_dtype(t) for t in dtypes]
-        self._steps, self._lengths = [], []
+        self._last_hparams, self._lengths = [], []
         self.param_addresses = self._grad_addresses = self._momentum_addresses = array("Q")
 
     def locate(self, params: list[Tensor]) -> None:
@@ -105,10 +105,10 @@ class StepCache:
 
     def same_steps(self, groups: Sequence[StepGroup]) -> bool:
         """Whether as many parameters take the very steps of last time, none of which can have changed."""
-        if len(groups) != len(self._steps):
+        if len(groups) != len(self._last_hparams):
             return False
-        for group, step, length in zip(groups, self._steps, self._lengths, strict=True):
-            if group.step is not step or len(group.params) != length:
+        for group, hparams, length in zip(groups, self._last_hparams, self._lengths, strict=True):
+            if group.hparams is not hparams or len(group.params) != length:
                 return False
         return True
 
@@ -121,10 +121,12 @@ class StepCache:
             self._assign_rows(lengths)
         self._rows = array("d")
         for k, dtype in self._row_sources:
-            self._rows.extend(row(groups[k].step, dtype))
-        numbers = (t for group in groups for t in (group.step.lr, *group.step.clip, *(group.step.momentum or ())))
+            self._rows.extend(row(groups[k].hparams, dtype))
+        numbers = (
+            t for group in groups for t in (group.hparams.lr, *group.hparams.clip, *(group.hparams.momentum or ()))
+        )
         fixed = not any(isinstance(t, Tensor) for t in numbers)
-        self._steps = [group.step for group in groups] if fixed else []
+        self._last_hparams = [group.hparams for group in groups] if fixed else []
         return StepRows(self._rows, self._row_of_param)
 
     def _assign_rows(self, lengths: list[int]) -> None:

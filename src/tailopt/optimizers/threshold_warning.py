@@ -101,7 +101,7 @@ class ThresholdCheck:
         waiting: dict[torch.device, list[tuple[str | int, Tensor]]] = {}
         for group, batch in batches:
             rate = _learning_rate(group)
-            clip = ClipByValue(*(t.detach() if isinstance(t, Tensor) else t for t in batch.step.clip))
+            clip = ClipByValue(*(t.detach() if isinstance(t, Tensor) else t for t in batch.hparams.clip))
             for p, g in zip(batch.params, batch.grads, strict=True):
                 parts = _visible(p, g, clip, rate)
                 if parts is None:

@@ -22,7 +22,7 @@ from tailopt.clipping.dispatch import update
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.norms import auto_dead_zone, largest_gradient
 from tailopt.clipping.operators import compute_dtype
-from tailopt.clipping.reference import ClipByValue, Momentum, StepNumbers
+from tailopt.clipping.reference import ClipByValue, Momentum, StepHyperparameters
 from tailopt.clipping.step_cache import StepCache
 from tailopt.rules.rule import (
     Hyperparameters,
@@ -47,13 +47,13 @@ def _biclip(
         grads = [torch.where(g.isfinite(), g, 0.0).clamp(-x, x) for g, x in zip(grads, most, strict=True)]
     if not any(isinstance(hparams[name], list) for name in names) and not isinstance(hparams.get("dead_zone"), str):
         clip = ClipByValue(hparams["u"], hparams["d"], hparams.get("dead_zone", 0.0))
-        step = StepNumbers(clip, *scaled_rate_and_decay(hparams, 0))
-        groups = [StepGroup(list(params), list(grads), step)]
+        step_hparams = StepHyperparameters(clip, *scaled_rate_and_decay(hparams, 0))
+        groups = [StepGroup(list(params), list(grads), step_hparams)]
     else:
-        rows = enumerate(zip(params, grads, thresholds(params, grads, hparams), strict=True))
+        each = enumerate(zip(params, grads, thresholds(params, grads, hparams), strict=True))
         groups = [
-            StepGroup([p], [g], StepNumbers(ClipByValue(*c), *scaled_rate_and_decay(hparams, i)))
-            for i, (p, g, c) in rows
+            StepGroup([p], [g], StepHyperparameters(ClipByValue(*c), *scaled_rate_and_decay(hparams, i)))
+            for i, (p, g, c) in each
         ]
     if momentum:
         groups = _with_momentum(groups, states, momentum, clamp_gradients)
@@ -76,8 +76,8 @@ def _with_momentum(
             by_count.setdefault(state["step"], []).append(i)
         for k, positions in by_count.items():
             momenta = [its_states[i]["momentum_buffer"] for i in positions]
-            step = group.step._replace(momentum=Momentum.at(beta, k)._replace(clamps=clamp_gradients))
-            result.append(group.only(positions)._replace(step=step, momenta=momenta))
+            hparams = group.hparams._replace(momentum=Momentum.at(beta, k)._replace(clamps=clamp_gradients))
+            result.append(group.only(positions)._replace(hparams=hparams, momenta=momenta))
     return result
 
 
