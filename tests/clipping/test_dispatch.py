@@ -16,10 +16,10 @@ from tailopt.clipping import dispatch, reference
 from tailopt.clipping.counts import StatisticsRecorder
 from tailopt.clipping.dispatch import KERNELS, update, which
 from tailopt.clipping.kernels.chunked import CHUNK
-from tailopt.clipping.kernels.kernel import StepGroup, row
+from tailopt.clipping.kernels.kernel import StepGroup, table_row
 from tailopt.clipping.reference import ClipByValue, ScaleToNorm, StepHyperparameters
 from tailopt.native import library as native
-from tailopt.native.clip import Counters, StepRows
+from tailopt.native.clip import Counters, StepTable
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SIZES = [*range(70), 127, 128, 129, 255, 256, 257, 511, 512, 513, 1023, 1025, 4095, 4097, 65535, 65536, 65537]
@@ -154,7 +154,7 @@ def test_every_instruction_set_and_thread_count_agree(dtype: torch.dtype) -> Non
     library = native.loaded()
     assert library is not None
     pairs = [(special(n, dtype, n), special(n, dtype, n + 1)) for n in (5, 1000, 70_000, 200_001)]
-    numbers = row(HPARAMS["decay"], torch.float64 if dtype == torch.float64 else torch.float32)
+    numbers = table_row(HPARAMS["decay"], torch.float64 if dtype == torch.float64 else torch.float32)
     seen = []
     for variant in library.variants:
         for threads in (1, 2, 3):
@@ -162,8 +162,8 @@ def test_every_instruction_set_and_thread_count_agree(dtype: torch.dtype) -> Non
             counters = Counters.empty(len(pairs), histogram=True)
             counters.sample_offset = 7
             grads = [g for _, g in pairs]
-            rows = StepRows(numbers, [0] * 4)
-            library.clip.run("biclip", params, grads, rows, counters=counters, variant=variant, threads=threads)
+            step_table = StepTable(numbers, [0] * 4)
+            library.clip.run("biclip", params, grads, step_table, counters=counters, variant=variant, threads=threads)
             seen.append((params, counters))
             for (p, g), after in zip(pairs, params, strict=True):
                 assert not (wrong := differing(p, g, after, HPARAMS["decay"])), (variant, threads, wrong)

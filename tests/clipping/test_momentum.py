@@ -67,10 +67,10 @@ def test_every_kernel_has_the_bits_of_the_reference(name: str, dtypes: tuple[tor
 
 
 def test_every_variant_of_the_c_kernel_has_the_same_bits() -> None:
-    from tailopt.clipping.kernels.kernel import row
+    from tailopt.clipping.kernels.kernel import table_row
     from tailopt.native import library
     from tailopt.native.calls import addresses, dtype_codes, sizes
-    from tailopt.native.clip import Counters, StepRows, TensorTable
+    from tailopt.native.clip import Counters, StepTable, TensorTable
 
     kernel = library.loaded()
     if kernel is None:
@@ -81,13 +81,13 @@ def test_every_variant_of_the_c_kernel_has_the_same_bits() -> None:
     for variant in kernel.variants:
         for threads in (1, 2):
             p, m = torch.ones_like(g), torch.full_like(g, 0.5)
-            table = TensorTable(
+            tensors = TensorTable(
                 addresses([p]), addresses([g]), sizes([g]), dtype_codes([g]), addresses([m]), dtype_codes([m])
             )
             counters = Counters.empty(1, histogram=True)
             counters.sample_offset = 5
-            rows = StepRows(row(hparams, torch.float32), [0])
-            kernel.clip.run_at("momentum", table, rows, counters, [0], variant, threads)
+            step_table = StepTable(table_row(hparams, torch.float32), [0])
+            kernel.clip.run_at("momentum", tensors, step_table, counters, [0], variant, threads)
             assert counters.bins is not None
             seen.append((p, m, counters.table.clone(), counters.bins.clone()))
     for found in seen[1:]:

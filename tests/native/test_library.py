@@ -157,7 +157,7 @@ def test_a_step_needs_no_memory() -> None:
 EVERYTHING = """
     import torch
     from tailopt import BiClip, L2Clip, count
-    from tailopt.native.clip import NO_MOMENTUM, StepRows
+    from tailopt.native.clip import NO_MOMENTUM, StepTable
     from tailopt.native.library import loaded
     from tailopt.distributed import flat_kernels
     from tailopt.distributed.layout import Segment
@@ -175,7 +175,7 @@ EVERYTHING = """
         for variant in kernel.variants:
             for operation in ("biclip", "rescale"):
                 row = [-0.1, 0.9, 0.0, 1.0, 0.5, 0.0, 1.0, 2.0, 1.0, *NO_MOMENTUM]
-                kernel.clip.run(operation, [p.detach()], [p.grad], StepRows(row, [0]), variant=variant)
+                kernel.clip.run(operation, [p.detach()], [p.grad], StepTable(row, [0]), variant=variant)
         count([p.grad], 1.0, 0.5)
     segment = Segment(0, 0, 0, 1031, 0)
     x, delta = strange.clone(), torch.zeros(1031)

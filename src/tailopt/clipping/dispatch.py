@@ -90,7 +90,7 @@ def update(
     if kernel in (None, "c"):
         # Almost every step on a CPU ends here: if the C kernel takes all tensors, nothing looks at them one by one.
         cache = cache if cache is not None else StepCache(reused=False)
-        scalar = cache.same_steps(groups) or all(_is_scalar(group) for group in groups)
+        scalar = cache.same_hparams_as_last_call(groups) or all(_is_scalar(group) for group in groups)
         if scalar and cache.prepare(*c.joined(groups)):
             if library.loaded() is not None:
                 c.run(groups, cache, recorder)

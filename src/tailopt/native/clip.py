@@ -59,8 +59,8 @@ class TensorTable(NamedTuple):
     momentum_dtypes: array[int] | None = None
 
 
-class StepRows(NamedTuple):
-    """The numbers of the steps, 13 per row as `Row` in clip.c, and which row each tensor gets."""
+class StepTable(NamedTuple):
+    """The numbers that tensors step with, in rows of 13 as `Row` in clip.c, and which row each tensor gets."""
 
     numbers: Sequence[float]
     row_of_tensor: Sequence[int]
@@ -80,7 +80,7 @@ class ClipCalls:
         operation: str,
         params: Sequence[Tensor] | None,
         grads: Sequence[Tensor],
-        rows: StepRows,
+        step_table: StepTable,
         *,
         counters: Counters | None = None,
         slots: Sequence[int] | None = None,
@@ -93,13 +93,13 @@ class ClipCalls:
         """
         param_addresses = addresses(params) if params is not None else None
         tensors = TensorTable(param_addresses, addresses(grads), sizes(grads), dtype_codes(grads))
-        self.run_at(operation, tensors, rows, counters, slots, variant, threads)
+        self.run_at(operation, tensors, step_table, counters, slots, variant, threads)
 
     def run_at(
         self,
         operation: str,
         tensors: TensorTable,
-        rows: StepRows,
+        step_table: StepTable,
         counters: Counters | None = None,
         slots: Sequence[int] | None = None,
         variant: str | None = None,
@@ -107,9 +107,9 @@ class ClipCalls:
     ) -> None:
         """`run` for callers that know addresses and sizes already."""
         n = len(tensors.grads)
-        row, numbers = array("i", rows.row_of_tensor), array("d", rows.numbers)
+        row_of_tensor, numbers = array("i", step_table.row_of_tensor), array("d", step_table.numbers)
         # without counters the C code does not read the slots
-        slot = array("i", range(n) if slots is None else slots) if counters is not None else row
+        slot = array("i", range(n) if slots is None else slots) if counters is not None else row_of_tensor
         failed = self._pass(
             OPERATIONS[operation],
             *self._variants.choose(variant, threads),
@@ -120,7 +120,7 @@ class ClipCalls:
             pointer(tensors.sizes),
             pointer(tensors.dtypes),
             pointer(tensors.momentum_dtypes),
-            pointer(row),
+            pointer(row_of_tensor),
             pointer(numbers),
             pointer(slot),
             counters.table.data_ptr() if counters is not None else None,

@@ -39,7 +39,7 @@ def run(
         cache = StepCache(reused=False)
         cache.learn(params, momenta)
         cache.locate(params)
-    rows = cache.rows(groups)
+    step_table = cache.step_table(groups)
     tensors = TensorTable(
         cache.param_addresses,
         cache.locate_gradients(grads),
@@ -54,7 +54,7 @@ def run(
     kernel.clip.run_at(
         _operation(groups),
         tensors,
-        rows,
+        step_table,
         recorder.counters(torch.device("cpu")) if recorder is not None else None,
         [slot for group in groups for slot in group.slots] if recorder is not None else None,
         threads=None if cache.distinct else 1,  # a parameter that is in the list twice takes one step after the other

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tailopt.clipping.kernels.kernel import StepGroup, as_float, on_device, refuses_flat, row
+from tailopt.clipping.kernels.kernel import StepGroup, as_float, on_device, refuses_flat, table_row
 from tailopt.clipping.operators import compute_dtype
 from tailopt.clipping.reference import ClipByValue, ScaleToNorm, StepHyperparameters
 
@@ -32,7 +32,7 @@ def run(groups: Sequence[StepGroup]) -> None:
             if dtype not in buffers:
                 buffers[dtype] = [torch.empty(CHUNK, dtype=dtype) for _ in range(3)]
             flat_p, flat_g = (t.detach().as_strided((n,), (1,)) for t in (p, g))
-            numbers = row(on_device(group.hparams, p.device, dtype), dtype)
+            numbers = table_row(on_device(group.hparams, p.device, dtype), dtype)
             for start in range(0, n, CHUNK):
                 size = min(CHUNK, n - start)
                 c, other, wide = (b[:size] for b in buffers[dtype])

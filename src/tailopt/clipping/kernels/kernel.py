@@ -99,16 +99,16 @@ def refuses_flat(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> str:
     return ""
 
 
-def row(hparams: StepHyperparameters, dtype: torch.dtype) -> tuple[float, ...]:
-    """The numbers of a step in the order of `Row` in clip.c."""
+def table_row(hparams: StepHyperparameters, dtype: torch.dtype) -> tuple[float, ...]:
+    """One row of the step table that the C code takes: the hyperparameters, in the order of `Row` in clip.c."""
     clip = tuple(map(float, hparams.clip))
-    sides = (clip + (1.0, 1.0, 1.0)) if isinstance(hparams.clip, ClipByValue) else ((math.inf, 0.0, 0.0) + clip)
+    clip_numbers = (clip + (1.0, 1.0, 1.0)) if isinstance(hparams.clip, ClipByValue) else ((math.inf, 0.0, 0.0) + clip)
     decay = float(hparams.decay(dtype)) if hparams.weight_decay else 1.0
     if hparams.momentum is None:
-        return (-float(hparams.lr), decay, float(hparams.maximize), *sides, *NO_MOMENTUM)
+        return (-float(hparams.lr), decay, float(hparams.maximize), *clip_numbers, *NO_MOMENTUM)
     beta, correction, _ = hparams.momentum
     limit = float(hparams.gradient_limit(dtype))
-    return (-float(hparams.lr), decay, float(hparams.maximize), *sides, beta, 1 - beta, limit, float(correction))
+    return (-float(hparams.lr), decay, float(hparams.maximize), *clip_numbers, beta, 1 - beta, limit, float(correction))
 
 
 def on_device(hparams: StepHyperparameters, device: torch.device, dtype: torch.dtype) -> StepHyperparameters:

@@ -19,7 +19,7 @@ from tailopt.clipping.operators import Number, compute_dtype
 from tailopt.clipping.reference import ClipByValue, StepHyperparameters
 from tailopt.native import library
 from tailopt.native.calls import DTYPES
-from tailopt.native.clip import NO_MOMENTUM, StepRows, TensorTable
+from tailopt.native.clip import NO_MOMENTUM, StepTable, TensorTable
 
 SHORTEST = 16  # elements of a row; shorter ones are faster by torch's operations
 KNOWN_FIELDS = {"clip", "lr", "weight_decay", "maximize"}
@@ -66,8 +66,8 @@ def _run(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> None:
     rows, length = math.prod(lead), p.numel() // math.prod(lead)
     decay: Number = hparams.decay(dtype) if hparams.weight_decay else 1.0
     by_value = isinstance(hparams.clip, ClipByValue)
-    sides = (*hparams.clip, 1.0, 1.0, 1.0) if by_value else (math.inf, 0.0, 0.0, *hparams.clip)
-    numbers = (-hparams.lr, decay, float(hparams.maximize), *sides, *NO_MOMENTUM)  # the order of `Row` in clip.c
+    clip_numbers = (*hparams.clip, 1.0, 1.0, 1.0) if by_value else (math.inf, 0.0, 0.0, *hparams.clip)
+    numbers = (-hparams.lr, decay, float(hparams.maximize), *clip_numbers, *NO_MOMENTUM)  # the order of `Row` in clip.c
     varying = _varying(numbers, p.dim())[: len(lead)]
     table = torch.empty(*varying, len(numbers), dtype=torch.float64)
     for k, value in enumerate(numbers):
@@ -84,7 +84,7 @@ def _run(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> None:
             array("q", [length]) * rows,
             array("i", [DTYPES[p.dtype]]) * rows,
         ),
-        StepRows(_filled("d", table), _filled("i", row_of_tensor)),
+        StepTable(_filled("d", table), _filled("i", row_of_tensor)),
     )
 
 
