@@ -21,9 +21,9 @@ from torch import Tensor
 
 from tailopt.clipping.counts import StatisticsRecorder, count_in_torch
 from tailopt.clipping.dtensor import is_dtensor, local_pair, local_part
+from tailopt.clipping.freed_storage import check_not_freed
 from tailopt.clipping.kernels import c, chunked, foreach, rows, single
 from tailopt.clipping.kernels.kernel import Kernel, StepGroup, has_dimensions, is_scalar
-from tailopt.clipping.memory import check_memory
 from tailopt.clipping.momentum import advance
 from tailopt.clipping.reference import StepHyperparameters
 from tailopt.clipping.step_cache import StepCache
@@ -146,7 +146,7 @@ def _check_tensors(groups: Sequence[StepGroup]) -> None:
         for p in group.params:
             check_type(p)
         if not torch.compiler.is_compiling():
-            check_memory([*group.params, *group.grads, *group.momenta])
+            check_not_freed([*group.params, *group.grads, *group.momenta])
         if any(g.is_sparse for g in group.grads) and group.momenta:
             raise RuntimeError("Momentum needs dense gradients, and one is sparse. Use momentum=0 for its parameter.")
 

@@ -15,8 +15,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from tailopt.clipping.freed_storage import check_not_freed
 from tailopt.clipping.kernels.kernel import PLAIN_TYPES, StepGroup, table_row
-from tailopt.clipping.memory import check_memory
 from tailopt.clipping.operators import compute_dtype
 from tailopt.clipping.reference import StepHyperparameters
 from tailopt.native.calls import DTYPES, addresses, dtype_codes, sizes
@@ -83,7 +83,7 @@ class StepCache:
         """Addresses of the parameters: they may change while everything else stays."""
         now = addresses(params)
         if now != self.param_addresses:
-            check_memory(params)
+            check_not_freed(params)
             used = [address for address in now if address]  # empty tensors have none
             self.param_addresses, self.distinct = now, len(set(used)) == len(used)
 
@@ -91,7 +91,7 @@ class StepCache:
         """Addresses of the gradients, all of which have memory."""
         now = addresses(grads)
         if now != self._grad_addresses:
-            check_memory(grads, now)
+            check_not_freed(grads, now)
             self._grad_addresses = now
         return now
 
@@ -99,7 +99,7 @@ class StepCache:
         """Addresses of the momenta, all of which have memory."""
         now = addresses(momenta)
         if now != self._momentum_addresses:
-            check_memory(momenta, now)
+            check_not_freed(momenta, now)
             self._momentum_addresses = now
         return now
 
