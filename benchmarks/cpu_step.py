@@ -248,11 +248,11 @@ def machine() -> str:
             line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
         )
     library = native.loaded()
-    variant = library.variants[-1] if library else "no C kernel"
+    instruction_set = library.instruction_sets[-1] if library else "no C kernel"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent)
     return (
         f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads; torch {torch.__version__} "
-        f"({torch.backends.cpu.get_cpu_capability()}), tailopt {tailopt.__version__} ({variant}), Python "
+        f"({torch.backends.cpu.get_cpu_capability()}), tailopt {tailopt.__version__} ({instruction_set}), Python "
         f"{platform.python_version()}, commit {commit.stdout.strip()}."
     )
 

@@ -156,17 +156,19 @@ def test_every_instruction_set_and_thread_count_agree(dtype: torch.dtype) -> Non
     pairs = [(special(n, dtype, n), special(n, dtype, n + 1)) for n in (5, 1000, 70_000, 200_001)]
     numbers = table_row(HPARAMS["decay"], torch.float64 if dtype == torch.float64 else torch.float32)
     seen = []
-    for variant in library.variants:
+    for instruction_set in library.instruction_sets:
         for threads in (1, 2, 3):
             params = [p.clone() for p, _ in pairs]
             counters = Counters.empty(len(pairs), histogram=True)
             counters.sample_offset = 7
             grads = [g for _, g in pairs]
             step_table = StepTable(numbers, [0] * 4)
-            library.clip.run("biclip", params, grads, step_table, counters=counters, variant=variant, threads=threads)
+            library.clip.run(
+                "biclip", params, grads, step_table, counters=counters, instruction_set=instruction_set, threads=threads
+            )
             seen.append((params, counters))
             for (p, g), after in zip(pairs, params, strict=True):
-                assert not (wrong := differing(p, g, after, HPARAMS["decay"])), (variant, threads, wrong)
+                assert not (wrong := differing(p, g, after, HPARAMS["decay"])), (instruction_set, threads, wrong)
     for _, counters in seen[1:]:
         assert torch.equal(counters.table, seen[0][1].table)
         assert torch.equal(counters.bins, seen[0][1].bins) and torch.equal(counters.logs, seen[0][1].logs)

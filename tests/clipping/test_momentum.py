@@ -66,7 +66,7 @@ def test_every_kernel_has_the_bits_of_the_reference(name: str, dtypes: tuple[tor
             assert_same_bits(found, wanted)
 
 
-def test_every_variant_of_the_c_kernel_has_the_same_bits() -> None:
+def test_every_instruction_set_of_the_c_kernel_has_the_same_bits() -> None:
     from tailopt.clipping.kernels.kernel import table_row
     from tailopt.native import library
     from tailopt.native.calls import addresses, dtype_codes, sizes
@@ -78,7 +78,7 @@ def test_every_variant_of_the_c_kernel_has_the_same_bits() -> None:
     hparams = HPARAMS["plain"]._replace(momentum=Momentum.at(0.9, 3))
     g = gradients(200_001, torch.float32)[0]
     seen = []
-    for variant in kernel.variants:
+    for instruction_set in kernel.instruction_sets:
         for threads in (1, 2):
             p, m = torch.ones_like(g), torch.full_like(g, 0.5)
             tensors = TensorTable(
@@ -87,7 +87,7 @@ def test_every_variant_of_the_c_kernel_has_the_same_bits() -> None:
             counters = Counters.empty(1, histogram=True)
             counters.sample_offset = 5
             step_table = StepTable(table_row(hparams, torch.float32), [0])
-            kernel.clip.run_at("momentum", tensors, step_table, counters, [0], variant, threads)
+            kernel.clip.run_at("momentum", tensors, step_table, counters, [0], instruction_set, threads)
             assert counters.bins is not None
             seen.append((p, m, counters.table.clone(), counters.bins.clone()))
     for found in seen[1:]:

@@ -420,14 +420,16 @@ def displacements(draw: st.DrawFn) -> tuple[Tensor, Tensor, float, float, int]:
 
 @needs_kernel
 @settings(max_examples=400, deadline=None)
-@given(displacements(), st.integers(1, 2), st.sampled_from(KERNEL.variants if KERNEL is not None else ["none"]))
+@given(displacements(), st.integers(1, 2), st.sampled_from(KERNEL.instruction_sets if KERNEL is not None else ["none"]))
 def test_the_kernel_decides_as_torch_does(
-    what: tuple[Tensor, Tensor, float, float, int], threads: int, variant: str
+    what: tuple[Tensor, Tensor, float, float, int], threads: int, instruction_set: str
 ) -> None:
     """The same element and bound, with zeros, denormals, infinities and NaN, and with all exactly at the bound."""
     assert KERNEL is not None
     d, x, a, c, steps = what
-    (found,) = KERNEL.flat.beyond([d], [x], [a], [c], 1.001, steps + 2, variant=variant, threads=threads)
+    (found,) = KERNEL.flat.beyond(
+        [d], [x], [a], [c], 1.001, steps + 2, instruction_set=instruction_set, threads=threads
+    )
     assert found == plainly(d, x, a, c, steps) == _farthest(d, x, a, c, steps)
 
 
@@ -465,7 +467,7 @@ def test_the_first_tensor_is_named_whoever_looks_at_it(dtype: torch.dtype) -> No
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.sampled_from([*HALVES, torch.float64]), st.sampled_from([0.0, 1e-40, 1e-9, 1e-3, 1.0]))
 def test_ulps_of_a_norm_are_added_up_as_in_torch(data: st.DataObject, dtype: torch.dtype, least: float) -> None:
-    """Also where they span so many octaves that the sum depends on its order; by all variants and threads."""
+    """Also where they span so many octaves that the sum depends on its order; by all instruction sets and threads."""
     source = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
     n = data.draw(st.sampled_from([1, 7, 1025, 32_768, 32_769, 140_000]))
     x = magnitudes(data.draw, n, source).to(dtype)
@@ -476,8 +478,8 @@ def test_ulps_of_a_norm_are_added_up_as_in_torch(data: st.DataObject, dtype: tor
     expected = [float((block.double() ** 2).sum()) for block in ulps.split(32_768)]
     assert _ulp_squares(x, least) == expected
     if KERNEL is not None and dtype != torch.float64:
-        for variant in KERNEL.variants:
-            found = KERNEL.flat.ulp_squares(x, least, variant=variant, threads=2)
+        for instruction_set in KERNEL.instruction_sets:
+            found = KERNEL.flat.ulp_squares(x, least, instruction_set=instruction_set, threads=2)
             assert all(one in (-1, other) for one, other in zip(found, expected, strict=True))
 
 
