@@ -391,6 +391,6 @@ def forged_weights(luck: random.Random, run: Path) -> Damage:
     found = checkpoints.load(newest)
     found.tensors["global.weights.a"][0] += 1
     checkpoints.save(
-        run, found.round, found.tensors, found.nodes, found.meta, writer=checkpoints.CheckpointWriter(found.provenance)
+        run, found.round, found.tensors, found.nodes, found.meta, origin=checkpoints.CheckpointOrigin(found.provenance)
     )
     return Damage("forged weights", {"history"})

@@ -54,7 +54,7 @@ def save(
         # left out where nothing is "auto": checkpoints keep their bytes
         **({"thresholds": auto_thresholds.state()} if auto_thresholds.levels else {}),
     }
-    return checkpoints.save(run.path, state.round, tensors, nodes, meta, writer=run.checkpoint_writer)
+    return checkpoints.save(run.path, state.round, tensors, nodes, meta, origin=run.checkpoint_origin)
 
 
 def check(run: Run, snapshot: checkpoints.Snapshot, path: Path) -> None:

@@ -170,9 +170,9 @@ class Run:
         return Provenance(self.identity.id, self._config_digest, self.ledger.chain)
 
     @property
-    def checkpoint_writer(self) -> checkpoints.CheckpointWriter:
-        """What `checkpoints.save` needs to write a checkpoint of this run."""
-        return checkpoints.CheckpointWriter(self.provenance, self.check_lock)
+    def checkpoint_origin(self) -> checkpoints.CheckpointOrigin:
+        """What `checkpoints.save` needs to know of this run."""
+        return checkpoints.CheckpointOrigin(self.provenance, self.check_lock)
 
     def check_checkpoint(self, snapshot: checkpoints.Snapshot, path: Path) -> None:
         """Raise if a checkpoint is of another run, or if the history is not the one that precedes the checkpoint."""
