@@ -51,7 +51,7 @@ def recorded_digests(folder: Path) -> Ledger:
     """Return the digests of a run, checked when they are read; those of runs older than seals are not checked."""
     path, identity = folder / DIGESTS, Run.open(folder).identity
     ledger = Ledger(path, None if identity is None else identity.id)
-    of_older_version = identity is None or identity.chain_at_adoption is not None
+    of_older_version = identity is None or identity.history_chain_when_id_was_given is not None
     unsealed = not ledger.seal.exists() and (of_older_version or not path.exists())
     return Ledger(path, None) if unsealed else ledger
 

@@ -34,9 +34,9 @@ from tailopt.records.checkpoint_folders import (
     in_order,
     latest,
     list_checkpoints,
-    moment,
     prune,
     rewind,
+    round_and_step,
 )
 from tailopt.records.history import decode, encode, quoted_names
 from tailopt.records.ledger import Provenance
@@ -78,11 +78,11 @@ __all__ = [
     "list_checkpoints",
     "load",
     "load_latest",
-    "moment",
     "pack",
     "prune",
     "read_manifest",
     "rewind",
+    "round_and_step",
     "save",
     "unpack",
 ]
