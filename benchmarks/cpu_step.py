@@ -29,7 +29,7 @@ from torch import Tensor
 import tailopt
 from tailopt.clipping.dispatch import KERNELS
 from tailopt.clipping.kernels.kernel import StepGroup
-from tailopt.clipping.reference import ClipByValue, StepNumbers
+from tailopt.clipping.reference import ClipByValue, StepHyperparameters
 from tailopt.native import library as native
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
@@ -67,8 +67,8 @@ def parameters(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor
 
 
 def kernel(name: str, params: list[Tensor]) -> Callable[[], None]:
-    step = StepNumbers(ClipByValue(NUMBERS["u"], NUMBERS["d"]), lr=NUMBERS["lr"])
-    batch = StepGroup(params, [p.grad for p in params], step)  # type: ignore[misc]
+    hparams = StepHyperparameters(ClipByValue(NUMBERS["u"], NUMBERS["d"]), lr=NUMBERS["lr"])
+    batch = StepGroup(params, [p.grad for p in params], hparams)  # type: ignore[misc]
 
     def run() -> None:
         with torch.no_grad():
@@ -248,11 +248,11 @@ def machine() -> str:
             line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
         )
     library = native.loaded()
-    variant = library.variants[-1] if library else "no C kernel"
+    instruction_set = library.instruction_sets[-1] if library else "no C kernel"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent)
     return (
         f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads; torch {torch.__version__} "
-        f"({torch.backends.cpu.get_cpu_capability()}), tailopt {tailopt.__version__} ({variant}), Python "
+        f"({torch.backends.cpu.get_cpu_capability()}), tailopt {tailopt.__version__} ({instruction_set}), Python "
         f"{platform.python_version()}, commit {commit.stdout.strip()}."
     )
 

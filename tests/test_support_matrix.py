@@ -25,7 +25,7 @@ import tailopt
 from tailopt import BiClip, L2Clip, biclip, biclip_l2, l2clip
 from tailopt.clipping.dispatch import KERNELS
 from tailopt.clipping.kernels.kernel import StepGroup
-from tailopt.clipping.reference import ClipByValue, StepNumbers
+from tailopt.clipping.reference import ClipByValue, StepHyperparameters
 from tailopt.native.library import loaded
 
 PAGE = Path(__file__).parents[1] / "docs" / "support-matrix.md"
@@ -267,23 +267,23 @@ def what_works() -> list[str]:
 
 
 def which_kernels() -> list[str]:
-    plain = StepNumbers(ClipByValue(1.0, 0.5), lr=0.5)
-    cases: dict[str, tuple[torch.dtype, bool, StepNumbers]] = {
+    plain = StepHyperparameters(ClipByValue(1.0, 0.5), lr=0.5)
+    cases: dict[str, tuple[torch.dtype, bool, StepHyperparameters]] = {
         **{name: (t, False, plain) for name, t in TYPES.items() if t != torch.complex64},
         "sparse COO": (torch.float32, True, plain),
-        "dead zone": (torch.float32, False, StepNumbers(ClipByValue(1.0, 0.5, 0.25), lr=0.5)),
-        "thresholds by row": (torch.float32, False, StepNumbers(ClipByValue(torch.ones(4), 0.5), lr=0.5)),
-        "tensor `lr`": (torch.float32, False, StepNumbers(ClipByValue(1.0, 0.5), lr=torch.tensor(0.5))),
+        "dead zone": (torch.float32, False, StepHyperparameters(ClipByValue(1.0, 0.5, 0.25), lr=0.5)),
+        "thresholds by row": (torch.float32, False, StepHyperparameters(ClipByValue(torch.ones(4), 0.5), lr=0.5)),
+        "tensor `lr`": (torch.float32, False, StepHyperparameters(ClipByValue(1.0, 0.5), lr=torch.tensor(0.5))),
     }
     notes, rows = Notes(), []
     for kernel in KERNELS.values():
         cells = []
-        for name, (dtype, is_sparse, step) in cases.items():
+        for name, (dtype, is_sparse, hparams) in cases.items():
             p, g = torch.ones(4, dtype=dtype), torch.tensor(GRADIENT["biclip"]).to(dtype)
             g = g.to_sparse() if is_sparse else g
-            refused = kernel.refuses(p, g, step)
+            refused = kernel.refuses(p, g, hparams)
             if not refused:
-                kernel.run([StepGroup([p], [g], step)])
+                kernel.run([StepGroup([p], [g], hparams)])
                 close(p, [0.5, 1.0, 1.0, 0.625] if name == "dead zone" else STEPPED["biclip"])
             cells.append(notes.mark(refused) if refused else "yes")
         rows.append([f"`{kernel.name}`", *cells])

@@ -23,7 +23,7 @@ from tailopt.arguments import check_function
 from tailopt.clipping.dtensor import local_pair
 from tailopt.clipping.norms import squares
 from tailopt.engines.batches import LossFunction, to_device
-from tailopt.engines.model_state import trainable
+from tailopt.engines.model_state import trainable_parameters
 from tailopt.engines.simulate import restoring_global_rng
 from tailopt.evaluation import modes_of, restore_modes
 from tailopt.optimizers.auto_thresholds import count_gradients, read_counts, visible_parts
@@ -78,7 +78,7 @@ def calibrate(
     """
     _check_arguments(model, loss, algorithm)
     level = _level(algorithm)
-    _, params = trainable(model)
+    params = list(trainable_parameters(model).values())
     seen = _Norms(params, level.by_tensor) if level.norms else _Elements(params, level.momentum)
     with _unchanged(model, params[0].device), Progress(shown=True) as progress:
         if not model.training:  # as in a simulation; otherwise the modes are the user's

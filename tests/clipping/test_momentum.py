@@ -12,7 +12,7 @@ from torch import Tensor
 import tailopt
 from tailopt.clipping.dispatch import KERNELS, update
 from tailopt.clipping.kernels.kernel import StepGroup
-from tailopt.clipping.reference import ClipByValue, Momentum, StepNumbers
+from tailopt.clipping.reference import ClipByValue, Momentum, StepHyperparameters
 
 PAIRS = [
     (torch.float32, torch.float32),
@@ -23,11 +23,11 @@ PAIRS = [
     (torch.float16, torch.float16),
     (torch.float64, torch.float64),
 ]
-STEPS = {
-    "plain": StepNumbers(ClipByValue(1.0, 0.1), 0.1),
-    "decay, maximize": StepNumbers(ClipByValue(0.5, 0.5), 0.1, 0.1, True),
-    "dead zone": StepNumbers(ClipByValue(1.0, 0.3, 0.2), 0.1),
-    "u infinite": StepNumbers(ClipByValue(math.inf, 0.0), 0.1),
+HPARAMS = {
+    "plain": StepHyperparameters(ClipByValue(1.0, 0.1), 0.1),
+    "decay, maximize": StepHyperparameters(ClipByValue(0.5, 0.5), 0.1, 0.1, True),
+    "dead zone": StepHyperparameters(ClipByValue(1.0, 0.3, 0.2), 0.1),
+    "u infinite": StepHyperparameters(ClipByValue(math.inf, 0.0), 0.1),
 }
 
 
@@ -41,12 +41,12 @@ def gradients(n: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def stepped(
-    kernel: str, step: StepNumbers, n: int, dtype: torch.dtype, momentum_dtype: torch.dtype
+    kernel: str, hparams: StepHyperparameters, n: int, dtype: torch.dtype, momentum_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     p = torch.linspace(-2, 2, n).to(dtype)
     m = torch.zeros(n, dtype=momentum_dtype)
     for k, g in enumerate(gradients(n, dtype), 1):
-        update([StepGroup([p], [g], step._replace(momentum=Momentum.at(0.9, k)), momenta=[m])], kernel)
+        update([StepGroup([p], [g], hparams._replace(momentum=Momentum.at(0.9, k)), momenta=[m])], kernel)
     return p, m
 
 
@@ -58,36 +58,36 @@ def assert_same_bits(a: Tensor, b: Tensor) -> None:
 
 @pytest.mark.parametrize("n", [1, 1023, 70_001])
 @pytest.mark.parametrize("dtypes", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}".replace("torch.", ""))
-@pytest.mark.parametrize("step", STEPS)
-def test_every_kernel_has_the_bits_of_the_reference(step: str, dtypes: tuple[torch.dtype, torch.dtype], n: int) -> None:
-    expected = stepped("reference", STEPS[step], n, *dtypes)
+@pytest.mark.parametrize("name", HPARAMS)
+def test_every_kernel_has_the_bits_of_the_reference(name: str, dtypes: tuple[torch.dtype, torch.dtype], n: int) -> None:
+    expected = stepped("reference", HPARAMS[name], n, *dtypes)
     for kernel in KERNELS:
-        for found, wanted in zip(stepped(kernel, STEPS[step], n, *dtypes), expected, strict=True):
+        for found, wanted in zip(stepped(kernel, HPARAMS[name], n, *dtypes), expected, strict=True):
             assert_same_bits(found, wanted)
 
 
-def test_every_variant_of_the_c_kernel_has_the_same_bits() -> None:
-    from tailopt.clipping.kernels.kernel import row
+def test_every_instruction_set_of_the_c_kernel_has_the_same_bits() -> None:
+    from tailopt.clipping.kernels.kernel import table_row
     from tailopt.native import library
     from tailopt.native.calls import addresses, dtype_codes, sizes
-    from tailopt.native.clip import Counters, StepRows, TensorTable
+    from tailopt.native.clip import Counters, StepTable, TensorTable
 
     kernel = library.loaded()
     if kernel is None:
         pytest.skip(library.why_missing())
-    step = STEPS["plain"]._replace(momentum=Momentum.at(0.9, 3))
+    hparams = HPARAMS["plain"]._replace(momentum=Momentum.at(0.9, 3))
     g = gradients(200_001, torch.float32)[0]
     seen = []
-    for variant in kernel.variants:
+    for instruction_set in kernel.instruction_sets:
         for threads in (1, 2):
             p, m = torch.ones_like(g), torch.full_like(g, 0.5)
-            table = TensorTable(
+            tensors = TensorTable(
                 addresses([p]), addresses([g]), sizes([g]), dtype_codes([g]), addresses([m]), dtype_codes([m])
             )
             counters = Counters.empty(1, histogram=True)
             counters.sample_offset = 5
-            rows = StepRows(row(step, torch.float32), [0])
-            kernel.clip.run_at("momentum", table, rows, counters, [0], variant, threads)
+            step_table = StepTable(table_row(hparams, torch.float32), [0])
+            kernel.clip.run_at("momentum", tensors, step_table, counters, [0], instruction_set, threads)
             assert counters.bins is not None
             seen.append((p, m, counters.table.clone(), counters.bins.clone()))
     for found in seen[1:]:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailopt.clipping.reference import ClipByValue, ScaleToNorm, StepNumbers, fma, step
+from tailopt.clipping.reference import ClipByValue, ScaleToNorm, StepHyperparameters, fma, step
 
 fused_in_torch = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
 single = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -59,27 +59,27 @@ def test_fma_two_roundings_would_differ() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_closed_forms(dtype: torch.dtype) -> None:
     p, g = torch.ones(4, dtype=dtype), torch.tensor([2.0, -0.5, 0.0, -0.0], dtype=dtype)
-    sign = step(p, g, StepNumbers(ClipByValue(u=0.25, d=0.25), lr=1.0))
+    sign = step(p, g, StepHyperparameters(ClipByValue(u=0.25, d=0.25), lr=1.0))
     assert sign.tolist() == [0.75, 1.25, 1.0, 1.0]
-    identity = step(p, g, StepNumbers(ClipByValue(u=math.inf, d=0.0), lr=0.5))
+    identity = step(p, g, StepHyperparameters(ClipByValue(u=math.inf, d=0.0), lr=0.5))
     assert identity.tolist() == [0.0, 1.25, 1.0, 1.0]
-    decayed = step(p, torch.zeros_like(p), StepNumbers(ClipByValue(1.0, 0.5), lr=0.5, weight_decay=0.5))
+    decayed = step(p, torch.zeros_like(p), StepHyperparameters(ClipByValue(1.0, 0.5), lr=0.5, weight_decay=0.5))
     assert decayed.tolist() == [0.75] * 4
-    up = step(p, g, StepNumbers(ClipByValue(u=0.25, d=0.25), lr=1.0, maximize=True))
+    up = step(p, g, StepHyperparameters(ClipByValue(u=0.25, d=0.25), lr=1.0, maximize=True))
     assert up.tolist() == [1.25, 0.75, 1.0, 1.0]
-    assert step(p, g, StepNumbers(ScaleToNorm(1.0, 1.0, 1.0), lr=0.0)).tolist() == p.tolist()
+    assert step(p, g, StepHyperparameters(ScaleToNorm(1.0, 1.0, 1.0), lr=0.0)).tolist() == p.tolist()
 
 
 def test_a_zero_gradient_keeps_minus_zero() -> None:
     p, g = torch.tensor([-0.0, -0.0]), torch.tensor([0.0, -0.0])
     for clip in (ClipByValue(1.0, 0.5), ScaleToNorm(1.0, 1.0, 1.0)):
         for maximize in (False, True):
-            after = step(p, g, StepNumbers(clip, lr=0.1, maximize=maximize))
+            after = step(p, g, StepHyperparameters(clip, lr=0.1, maximize=maximize))
             assert torch.signbit(after).all()
 
 
 def test_bf16_rounds_once_at_the_store() -> None:
     p = torch.tensor([1.0], dtype=torch.bfloat16)
     # 1 - 0.00390625 is the midpoint between two bf16 numbers; the lost lr bits of a bf16 product would move it
-    after = step(p, torch.tensor([1.0], dtype=torch.bfloat16), StepNumbers(ClipByValue(1.0, 0.0), lr=0.0039))
+    after = step(p, torch.tensor([1.0], dtype=torch.bfloat16), StepHyperparameters(ClipByValue(1.0, 0.0), lr=0.0039))
     assert after.item() == torch.tensor(1.0 - torch.tensor(0.0039).item()).bfloat16().item()

@@ -18,7 +18,7 @@ from torch import Tensor
 from tailopt.clipping import reference, step_cache
 from tailopt.clipping.dispatch import update
 from tailopt.clipping.kernels.kernel import StepGroup
-from tailopt.clipping.reference import ClipByValue, ScaleToNorm, StepNumbers
+from tailopt.clipping.reference import ClipByValue, ScaleToNorm, StepHyperparameters
 from tailopt.clipping.step_cache import StepCache
 
 fused_in_torch = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
@@ -31,7 +31,7 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tens
 
 
 def check_step(batches: list[StepGroup], cache: StepCache | None) -> None:
-    expected = [[reference.step(p, g, b.step) for p, g in zip(b.params, b.grads, strict=True)] for b in batches]
+    expected = [[reference.step(p, g, b.hparams) for p, g in zip(b.params, b.grads, strict=True)] for b in batches]
     update(batches, cache=cache)
     for batch, after in zip(batches, expected, strict=True):
         for p, x in zip(batch.params, after, strict=True):
@@ -48,13 +48,13 @@ def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("guards")
 def test_strides_types_sizes_and_swapped_tensors_are_noticed() -> None:
     """The same address with other strides, another type, another size, a swapped tensor."""
-    cache, step = StepCache(), StepNumbers(ClipByValue(0.5, 0.1), lr=0.1)
+    cache, hparams = StepCache(), StepHyperparameters(ClipByValue(0.5, 0.1), lr=0.1)
     generator = torch.Generator().manual_seed(0)
     p = torch.randn(6, 4, generator=generator)
 
     def steps(p: Tensor, g: Tensor) -> None:
-        expected = reference.step(p, g, step)
-        update([StepGroup([p], [g], step)], None, cache)
+        expected = reference.step(p, g, hparams)
+        update([StepGroup([p], [g], hparams)], None, cache)
         assert torch.equal(p, expected)
 
     for _ in range(2):
@@ -85,7 +85,7 @@ def test_any_sequence_of_changes_gives_the_bits_of_the_reference(
     draw = lambda: float(torch.rand((), generator=random, dtype=torch.float64))  # noqa: E731
     dtype, lr, clip, decay, parts = torch.float32, 0.1, ClipByValue(0.5, 0.1), 0.0, 1
     params = [random_tensor(shape, dtype, seed + i) for i, shape in enumerate(shapes)]
-    cache, step = StepCache(), StepNumbers(clip, lr)
+    cache, hparams = StepCache(), StepHyperparameters(clip, lr)
     for i, change in enumerate(["nothing", *changes]):
         if change == "memory":  # a model moved: other addresses, the same everything else
             params = [p.clone() for p in params]
@@ -99,31 +99,33 @@ def test_any_sequence_of_changes_gives_the_bits_of_the_reference(
             lr, u = draw(), draw()
             clip = ScaleToNorm(1.0, 1 + u, u) if change == "kind" else ClipByValue(u, u * draw())  # type: ignore[assignment]
             decay = draw() if change == "decay" else 0.0
-            step = StepNumbers(clip, torch.tensor(lr) if change == "tensor lr" else lr, decay)
+            hparams = StepHyperparameters(clip, torch.tensor(lr) if change == "tensor lr" else lr, decay)
         elif change == "split":
             parts = 1 + parts % 3
         grads = [random_tensor(tuple(p.shape), p.dtype, seed + 100 * i + k) for k, p in enumerate(params)]  # new ones
         cuts = [len(params) * k // parts for k in range(parts + 1)]
         spans = list(zip(cuts, cuts[1:], strict=False))
-        check_step([StepGroup(params[a:b], grads[a:b], step) for a, b in spans], cache)
+        check_step([StepGroup(params[a:b], grads[a:b], hparams) for a, b in spans], cache)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_a_tensor_lr_that_changes_in_place_is_read_in_every_step(parts: int) -> None:
     cache, lr = StepCache(), torch.tensor(0.1)
-    params, step = [torch.zeros(5) for _ in range(3)], StepNumbers(ClipByValue(0.5, 0.1), lr)
+    params, hparams = [torch.zeros(5) for _ in range(3)], StepHyperparameters(ClipByValue(0.5, 0.1), lr)
     for value in (0.1, 0.2, 0.2, 0.0):
         lr.fill_(value)
         grads = [torch.ones(5) for _ in params]
         cut = 3 // parts
-        check_step([StepGroup(params[i : i + cut], grads[i : i + cut], step) for i in range(0, 3, cut)], cache)
+        check_step([StepGroup(params[i : i + cut], grads[i : i + cut], hparams) for i in range(0, 3, cut)], cache)
 
 
 def test_the_same_numbers_in_other_steps_and_signs_of_zero() -> None:
-    """A schedule makes a new `StepNumbers` every time; -0 is another learning rate than 0."""
+    """A schedule makes a new `StepHyperparameters` every time; -0 is another learning rate than 0."""
     cache, p = StepCache(), torch.tensor([-0.0, 0.0, 1.0])
     for lr in (0.0, -0.0, 0.0, 0.5, 0.5, math.nextafter(0.5, 1)):
-        check_step([StepGroup([p], [torch.tensor([1.0, -1.0, 2.0])], StepNumbers(ClipByValue(0.5, 0.1), lr))], cache)
+        check_step(
+            [StepGroup([p], [torch.tensor([1.0, -1.0, 2.0])], StepHyperparameters(ClipByValue(0.5, 0.1), lr))], cache
+        )
 
 
 def test_one_cache_serves_the_gradients_of_many_nodes() -> None:
@@ -131,31 +133,31 @@ def test_one_cache_serves_the_gradients_of_many_nodes() -> None:
     cache, params = StepCache(), [torch.zeros(50), torch.zeros(3, 3)]
     for node in range(6):
         grads = [random_tensor(tuple(p.shape), p.dtype, node) for p in params]
-        check_step([StepGroup(params, grads, StepNumbers(ClipByValue(0.5, 0.1), 0.1))], cache)
+        check_step([StepGroup(params, grads, StepHyperparameters(ClipByValue(0.5, 0.1), 0.1))], cache)
         del grads
 
 
 @pytest.mark.usefixtures("guards")
 def test_a_parameter_that_appears_twice_steps_twice() -> None:
-    cache, p, step = StepCache(), torch.zeros(50_000), StepNumbers(ClipByValue(0.5, 0.1), 1.0)
+    cache, p, hparams = StepCache(), torch.zeros(50_000), StepHyperparameters(ClipByValue(0.5, 0.1), 1.0)
     for count in (1, 2, 2, 1):
         before = p.clone()
-        update([StepGroup([p] * count, [torch.ones(50_000)] * count, step)], cache=cache)
+        update([StepGroup([p] * count, [torch.ones(50_000)] * count, hparams)], cache=cache)
         assert torch.equal(p, before - 0.5 * count)
 
 
 @pytest.mark.usefixtures("guards")
 def test_freed_memory_is_noticed_with_a_warm_cache() -> None:
-    cache, step = StepCache(), StepNumbers(ClipByValue(0.5, 0.1), 1.0)
+    cache, hparams = StepCache(), StepHyperparameters(ClipByValue(0.5, 0.1), 1.0)
     params, grads = [torch.zeros(8), torch.zeros(9)], [torch.ones(8), torch.ones(9)]
     for _ in range(2):
-        update([StepGroup(params, grads, step)], cache=cache)
+        update([StepGroup(params, grads, hparams)], cache=cache)
     grads[1].untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="has no memory"):
-        update([StepGroup(params, grads, step)], cache=cache)
+        update([StepGroup(params, grads, hparams)], cache=cache)
     params[0].untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="has no memory"):
-        update([StepGroup(params, [torch.ones(8), torch.ones(9)], step)], cache=cache)
+        update([StepGroup(params, [torch.ones(8), torch.ones(9)], hparams)], cache=cache)
 
 
 @pytest.mark.parametrize("threshold", ["number", "tensor"])
@@ -163,18 +165,18 @@ def test_a_cache_keeps_no_tensor_alive(threshold: str) -> None:
     u: Any = 0.5 if threshold == "number" else torch.tensor(0.5)
     cache, params, grads = StepCache(), [torch.zeros(8)], [torch.ones(8)]
     for _ in range(2):
-        update([StepGroup(params, grads, StepNumbers(ClipByValue(u, 0.1), 1.0))], cache=cache)
+        update([StepGroup(params, grads, StepHyperparameters(ClipByValue(u, 0.1), 1.0))], cache=cache)
     watched = [weakref.ref(t) for t in (*params, *grads, *([u] if threshold == "tensor" else []))]
     del params, grads, u
     gc.collect()
     assert [ref() for ref in watched] == [None] * len(watched)
-    check_step([StepGroup([torch.zeros(8)], [torch.ones(8)], StepNumbers(ClipByValue(0.5, 0.1), 1.0))], cache)
+    check_step([StepGroup([torch.zeros(8)], [torch.ones(8)], StepHyperparameters(ClipByValue(0.5, 0.1), 1.0))], cache)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
 def test_a_copy_of_a_cache_is_empty(copied: Any) -> None:
     cache, p = StepCache(), torch.zeros(8)
-    update([StepGroup([p], [torch.ones(8)], StepNumbers(ClipByValue(0.5, 0.1), 1.0))], cache=cache)
+    update([StepGroup([p], [torch.ones(8)], StepHyperparameters(ClipByValue(0.5, 0.1), 1.0))], cache=cache)
     assert len(cache.param_addresses) == 1 and len(copied(cache).param_addresses) == 0
 
 
@@ -183,4 +185,4 @@ def test_a_single_step_prepares_nothing_for_a_next_one(monkeypatch: pytest.Monke
         raise AssertionError("nobody will ask again")
 
     monkeypatch.setattr(step_cache, "_comparison", refuse)
-    check_step([StepGroup([torch.zeros(8)], [torch.ones(8)], StepNumbers(ClipByValue(0.5, 0.1), 1.0))], None)
+    check_step([StepGroup([torch.zeros(8)], [torch.ones(8)], StepHyperparameters(ClipByValue(0.5, 0.1), 1.0))], None)

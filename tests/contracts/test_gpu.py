@@ -13,7 +13,7 @@ from torch import Tensor
 import tailopt
 from tailopt.clipping.dispatch import KERNELS
 from tailopt.clipping.kernels.kernel import StepGroup
-from tailopt.clipping.reference import ClipByValue, StepNumbers
+from tailopt.clipping.reference import ClipByValue, StepHyperparameters
 from tailopt.thresholds import CALIBRATION, Thresholds
 
 pytestmark = [
@@ -85,10 +85,10 @@ def test_as_on_the_cpu_without_waiting(name: str, dtype: torch.dtype, foreach: b
 def test_kernels_are_within_an_ulp_of_the_reference(kernel: str, dtype: torch.dtype) -> None:
     p, g = torch.randn(10_000).to(dtype), torch.randn(10_000).to(dtype)
     g[:5] = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf")])
-    step = StepNumbers(ClipByValue(0.5, 0.1), lr=0.03, weight_decay=0.1)
+    hparams = StepHyperparameters(ClipByValue(0.5, 0.1), lr=0.03, weight_decay=0.1)
     want, got = p.clone(), p.cuda()
-    KERNELS["reference"].run([StepGroup([want], [g], step)])
-    KERNELS[kernel].run([StepGroup([got], [g.cuda()], step)])
+    KERNELS["reference"].run([StepGroup([want], [g], hparams)])
+    KERNELS[kernel].run([StepGroup([got], [g.cuda()], hparams)])
     torch.testing.assert_close(got.cpu(), want, equal_nan=True, **tolerance(dtype))
 
 

@@ -380,7 +380,7 @@ def test_nodes_of_several_ranks_killed_and_resumed(case: str, server: Server, tm
     ]
     assert server.go(tmp_path / "out", case, run=str(run), often=2, kill=[4, 0.0], hold=12, **job) is None
     newest = checkpoints.latest(run)
-    assert newest is not None and checkpoints.moment(newest) > (2, 2)
+    assert newest is not None and checkpoints.round_and_step(newest) > (2, 2)
     broken = newest / "node-0003.safetensors"
     data = bytearray(broken.read_bytes())
     data[-3] ^= 4
@@ -389,7 +389,7 @@ def test_nodes_of_several_ranks_killed_and_resumed(case: str, server: Server, tm
     assert digests(answers) == digests(expected) and answers is not None
     for rank, answer in enumerate(answers):
         assert any(f"{newest.name} is passed over: node 1, rank 1" in text for text in answer["said"]), answer
-        assert answer["resumed"][:2] != list(checkpoints.moment(newest)) and answer["resumed"][3] == 2, rank
+        assert answer["resumed"][:2] != list(checkpoints.round_and_step(newest)) and answer["resumed"][3] == 2, rank
     same_run(run, unbroken)
 
     other = server.go(tmp_path / "out", case, run=str(run), nodes=2, ranks=1, settings={"rounds": 9})
@@ -453,7 +453,7 @@ def test_the_disk_is_full(
 def test_four_nodes_go_on_where_three_were(server: Server, tmp_path: Path) -> None:
     run, there = tmp_path / "run", tmp_path / "three"
     assert server.go(tmp_path / "out", "diloco", run=str(run), often=2, kill=[8, 0.0], hold=8) is None
-    whole = [path for path in checkpoints.list_checkpoints(run) if checkpoints.moment(path) == (2, 0)]
+    whole = [path for path in checkpoints.list_checkpoints(run) if checkpoints.round_and_step(path) == (2, 0)]
     shutil.copytree(whole[0], there)
     answers = server.go(tmp_path / "out", "diloco", nodes=4, run=str(run), settings={"keep": 9}, **{"at once": True})
     assert len(set(digests(answers))) == 1 and answers is not None

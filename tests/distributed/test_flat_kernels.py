@@ -20,12 +20,12 @@ from tailopt.distributed.outer_step import PendingMean
 from tailopt.native import library
 from tailopt.native.calls import addresses
 from tailopt.native.flat import Pieces, WeightedSum
-from tailopt.rules.rule import State
+from tailopt.rules.rule import ParamState
 from tailopt.rules.table import OUTER
 
 KERNEL = library.loaded()
 needs_kernel = pytest.mark.skipif(KERNEL is None, reason="the C kernel was not built")
-VARIANTS = [(v, threads) for v in (KERNEL.variants if KERNEL is not None else ()) for threads in (1, 2)]
+INSTRUCTION_SETS = [(v, threads) for v in (KERNEL.instruction_sets if KERNEL is not None else ()) for threads in (1, 2)]
 LARGE = 200_003  # more than two threads share
 
 
@@ -89,15 +89,17 @@ def test_other_types_move_from_the_rounded_start(kind: torch.dtype) -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize(("variant", "threads"), VARIANTS)
+@pytest.mark.parametrize(("instruction_set", "threads"), INSTRUCTION_SETS)
 @pytest.mark.parametrize("wrong", [0.0, -0.0, 1e30, -1e30, float("inf"), float("-inf"), float("nan")])
-def test_the_kernel_and_torch_see_the_same_stats(variant: str, threads: int, wrong: float) -> None:
+def test_the_kernel_and_torch_see_the_same_stats(instruction_set: str, threads: int, wrong: float) -> None:
     assert KERNEL is not None
     for n in (1, 2, 7, 16, 1024, 1040, LARGE):
         x = numbers(n)
         x[n // 3] = wrong
         where, pieces = array("Q", [x.data_ptr()]), Pieces(array("q", [n]), array("q", [0]), array("i", [0]), 1)
-        (checksum,), (top,) = KERNEL.flat.displacement(None, None, where, pieces, variant=variant, threads=threads)
+        (checksum,), (top,) = KERNEL.flat.displacement(
+            None, None, where, pieces, instruction_set=instruction_set, threads=threads
+        )
         expected = torch_stats(x)
         assert checksum == expected.checksum
         assert top == expected.max_abs or (top != top and expected.max_abs != expected.max_abs)
@@ -265,10 +267,12 @@ def test_paired_flips_are_seen(i: int, j: int, bit: int, top: bool, seed: int) -
 
 
 @needs_kernel
-@pytest.mark.parametrize(("variant", "threads"), VARIANTS)
+@pytest.mark.parametrize(("instruction_set", "threads"), INSTRUCTION_SETS)
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(1, 400_000), max_size=6), st.integers(0, 9))
-def test_a_checksum_does_not_depend_on_how_it_is_formed(variant: str, threads: int, cuts: list[int], seed: int) -> None:
+def test_a_checksum_does_not_depend_on_how_it_is_formed(
+    instruction_set: str, threads: int, cuts: list[int], seed: int
+) -> None:
     """Instruction sets, threads, and where the buffer is cut into segments, odd places included."""
     assert KERNEL is not None
     x = numbers(400_001, seed=seed)
@@ -276,10 +280,12 @@ def test_a_checksum_does_not_depend_on_how_it_is_formed(variant: str, threads: i
     where = array("Q", [x.data_ptr() + 4 * start for start in ends[:-1]])
     counts = array("q", [stop - start for start, stop in itertools.pairwise(ends)])
     pieces = Pieces(counts, array("q", ends[:-1]), array("i", [0] * len(counts)), 1)
-    (found,), (top,) = KERNEL.flat.displacement(None, None, where, pieces, variant=variant, threads=threads)
+    (found,), (top,) = KERNEL.flat.displacement(
+        None, None, where, pieces, instruction_set=instruction_set, threads=threads
+    )
     y = torch.zeros_like(x)
     to = array("Q", [y.data_ptr() + 4 * start for start in ends[:-1]])
-    (loaded,) = KERNEL.flat.load(to, where, pieces, variant=variant, threads=threads)
+    (loaded,) = KERNEL.flat.load(to, where, pieces, instruction_set=instruction_set, threads=threads)
     assert found == loaded == flat_kernels._checksum(x) and top == flat_kernels._max_abs(x)
     assert same(x, y)
 
@@ -351,12 +357,12 @@ def test_autograd_notices_a_load() -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize(("variant", "threads"), VARIANTS)
+@pytest.mark.parametrize(("instruction_set", "threads"), INSTRUCTION_SETS)
 @pytest.mark.parametrize("nodes", [1, 2, 5])
 @pytest.mark.parametrize("whole", [1.0, 0.7])
 @pytest.mark.parametrize("negative", [False, True])
 def test_a_mean_of_the_kernel_is_the_mean_of_torch(
-    variant: str, threads: int, nodes: int, whole: float, negative: bool
+    instruction_set: str, threads: int, nodes: int, whole: float, negative: bool
 ) -> None:
     assert KERNEL is not None
     shares = [(k + 1) / 15 for k in range(nodes)]
@@ -366,7 +372,7 @@ def test_a_mean_of_the_kernel_is_the_mean_of_torch(
             row[:1] = -0.0
         expected = flat_kernels._mean([row.clone() for row in rows], shares, whole, negative)
         summed = WeightedSum(addresses(rows), array("f", shares), whole)
-        KERNEL.flat.mean(summed, negative, rows[0].data_ptr(), n, variant=variant, threads=threads)
+        KERNEL.flat.mean(summed, negative, rows[0].data_ptr(), n, instruction_set=instruction_set, threads=threads)
         assert same(rows[0], expected)
 
 
@@ -402,8 +408,8 @@ def test_a_descent_of_the_kernel_is_the_rule_on_the_mean(
 
     ours = numbers(length, seed=length)
     theirs = ours.clone()
-    states: list[State] = [{} for _ in pieces]
-    others: list[State] = [{} for _ in pieces]
+    states: list[ParamState] = [{} for _ in pieces]
+    others: list[ParamState] = [{} for _ in pieces]
     took = []
     for turn in range(3):
         rows = list(numbers(3, length, seed=turn).unbind())
@@ -425,7 +431,7 @@ def test_a_descent_of_the_kernel_is_the_rule_on_the_mean(
 
 def test_what_the_kernel_cannot_do_is_left_to_torch() -> None:
     x, row, whole = numbers(4), [numbers(4)], [(0, 4)]
-    momentum: list[State] = [{"momentum_buffer": numbers(4)}]
+    momentum: list[ParamState] = [{"momentum_buffer": numbers(4)}]
     own = {"lr": torch.full((4,), 0.5), "momentum": 0.9}
     assert not flat_kernels.mean_and_sgd_step(
         OUTER["nesterov"], x, momentum, own, flat_kernels.Rows(row, [1.0], 1.0), whole

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tailopt.distributed import outer_step
-from tailopt.rules.rule import State
+from tailopt.rules.rule import ParamState
 from tailopt.rules.table import OUTER
 
 NUMBERS: dict[str, dict[str, Any]] = {
@@ -33,8 +33,8 @@ def test_pieces_have_the_bits_of_the_whole(name: str, by_tensor: bool) -> None:
         numbers["lr"] = [torch.rand(n, generator=source) if i % 2 else 0.5 for i, n in enumerate(SIZES)]
     whole = [torch.randn(n, generator=source) for n in SIZES]
     pieces = [x.clone() for x in whole]
-    states: list[State] = [{} for _ in SIZES]
-    others: list[State] = [{} for _ in SIZES]
+    states: list[ParamState] = [{} for _ in SIZES]
+    others: list[ParamState] = [{} for _ in SIZES]
     for _ in range(4):
         delta = [torch.randn(n, generator=source) for n in SIZES]
         outer_step.outer_step(rule, pieces, [d.clone() for d in delta], others, numbers)

@@ -157,7 +157,7 @@ def test_a_step_needs_no_memory() -> None:
 EVERYTHING = """
     import torch
     from tailopt import BiClip, L2Clip, count
-    from tailopt.native.clip import NO_MOMENTUM, StepRows
+    from tailopt.native.clip import NO_MOMENTUM, StepTable
     from tailopt.native.library import loaded
     from tailopt.distributed import flat_kernels
     from tailopt.distributed.layout import Segment
@@ -172,10 +172,10 @@ EVERYTHING = """
         for u, d in ((1.0, 0.5), (float("inf"), 0.0)):
             BiClip([p], u=u, d=d, statistics=True, maximize=True, weight_decay=0.1).step()
         L2Clip([p], u=1.0).step()
-        for variant in kernel.variants:
+        for instruction_set in kernel.instruction_sets:
             for operation in ("biclip", "rescale"):
                 row = [-0.1, 0.9, 0.0, 1.0, 0.5, 0.0, 1.0, 2.0, 1.0, *NO_MOMENTUM]
-                kernel.clip.run(operation, [p.detach()], [p.grad], StepRows(row, [0]), variant=variant)
+                kernel.clip.run(operation, [p.detach()], [p.grad], StepTable(row, [0]), instruction_set=instruction_set)
         count([p.grad], 1.0, 0.5)
     segment = Segment(0, 0, 0, 1031, 0)
     x, delta = strange.clone(), torch.zeros(1031)
@@ -305,4 +305,4 @@ def test_the_numbers_match_those_of_the_source() -> None:
     assert f"PLACES = {flat_kernels.PLACES} }}" in flat_c
     assert "enum { F32, F64, BF16, F16 }" in elements and list(calls.DTYPES.values()) == [0, 1, 2, 3]
     library = native.loaded()
-    assert library is not None and library.variants[0] == "portable" and native.why_missing() == ""
+    assert library is not None and library.instruction_sets[0] == "portable" and native.why_missing() == ""

@@ -11,7 +11,7 @@ from torch import nn
 
 import tailopt
 from tailopt import BiClip, Clipped, L2Clip
-from tailopt.clipping.memory import is_freed
+from tailopt.clipping.freed_storage import is_freed
 from tests.distributed import forked
 
 HERE = "tests.optimizers.test_bad_input"

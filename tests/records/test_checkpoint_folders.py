@@ -58,8 +58,8 @@ def test_the_end_of_a_round_outlives_the_middles(tmp_path: Path) -> None:
     for round, step in ((1, None), (2, None), (2, 1), (2, 2), (2, 3)):
         checkpoints.save(tmp_path, round, {}, step=step)
     checkpoints.prune(tmp_path, 2)
-    assert [checkpoints.moment(path) for path in list_checkpoints(tmp_path)] == [(2, 0), (2, 2), (2, 3)]
+    assert [checkpoints.round_and_step(path) for path in list_checkpoints(tmp_path)] == [(2, 0), (2, 2), (2, 3)]
     checkpoints.rewind(tmp_path, 2, 2)
-    assert [checkpoints.moment(path) for path in list_checkpoints(tmp_path)] == [(2, 0), (2, 2)]
+    assert [checkpoints.round_and_step(path) for path in list_checkpoints(tmp_path)] == [(2, 0), (2, 2)]
     checkpoints.rewind(tmp_path, 2)
-    assert [checkpoints.moment(path) for path in list_checkpoints(tmp_path)] == [(2, 0)]
+    assert [checkpoints.round_and_step(path) for path in list_checkpoints(tmp_path)] == [(2, 0)]

@@ -324,7 +324,7 @@ class Folder:
 
 def at(name: str) -> str:
     """How the log calls a checkpoint."""
-    round, step = checkpoints.moment(Path(name))
+    round, step = checkpoints.round_and_step(Path(name))
     return f"resumed after round {round}" + (f" and {step} local steps" if step else "")
 
 
@@ -379,7 +379,7 @@ def forged_history(luck: random.Random, run: Path) -> Damage:
     body = json.loads((newest / "manifest.json").read_text())
     del body["sha256"]
     body["run"][2] = list(one.ledger.chain)
-    rounds = checkpoints.moment(newest)[0]
+    rounds = checkpoints.round_and_step(newest)[0]
     one.ledger.rewind(rounds)
     body["run"][2] = list(one.ledger.chain)
     (newest / "manifest.json").write_bytes(with_digest(body))
@@ -391,6 +391,6 @@ def forged_weights(luck: random.Random, run: Path) -> Damage:
     found = checkpoints.load(newest)
     found.tensors["global.weights.a"][0] += 1
     checkpoints.save(
-        run, found.round, found.tensors, found.nodes, found.meta, writer=checkpoints.CheckpointWriter(found.provenance)
+        run, found.round, found.tensors, found.nodes, found.meta, origin=checkpoints.CheckpointOrigin(found.provenance)
     )
     return Damage("forged weights", {"history"})

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailopt.rounds.auto_thresholds import AutoThresholds, RoundThresholds, checked_state
+from tailopt.rounds.auto_thresholds import AutoThresholds, AutoThresholdsByLevel, checked_state
 from tailopt.rounds.block_norm import BLOCK, sum_of_squares
 from tailopt.rounds.gradient_statistics import (
     GradientRecorder,
@@ -84,10 +84,10 @@ def test_with_momentum_the_mean_is_what_a_step_clips() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rounds", [1, 4])
 def test_a_state_comes_back_through_json(kind: Kind, rounds: int) -> None:
-    def new() -> RoundThresholds:
-        return RoundThresholds(inner=AutoThresholds("inner", kind, momentum=0.5))
+    def new() -> AutoThresholdsByLevel:
+        return AutoThresholdsByLevel(inner=AutoThresholds("inner", kind, momentum=0.5))
 
-    def observe(thresholds: RoundThresholds, t: int) -> None:
+    def observe(thresholds: AutoThresholdsByLevel, t: int) -> None:
         assert thresholds.inner is not None
         recorder = thresholds.inner.recorder(2)
         for step in range(20):
@@ -105,4 +105,4 @@ def test_a_state_comes_back_through_json(kind: Kind, rounds: int) -> None:
         observe(second, t)
     assert second.history_entry() == first.history_entry() != new().history_entry()
     with pytest.raises(ValueError, match=r"it has automatic thresholds of \['inner'\], and the algorithm of \[\]"):
-        RoundThresholds().load_state(first.state())
+        AutoThresholdsByLevel().load_state(first.state())

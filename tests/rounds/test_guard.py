@@ -30,7 +30,7 @@ from tailopt.rounds.guard import (
     check_displacement,
     clearly_within,
 )
-from tailopt.rules.rule import Hyperparameters, Rule, State
+from tailopt.rules.rule import Hyperparameters, ParamState, Rule
 from tailopt.rules.table import INNER
 from tailopt.rules.torch_optim import torch_rule
 
@@ -77,7 +77,7 @@ def gradients(kind: str, start: Sequence[Tensor], seed: int, k: int, betas: tupl
 
 def moved(rule: Rule, start: Sequence[Tensor], steps: Sequence[Hyperparameters], kind: str, seed: int) -> list[Tensor]:
     """What an honest node sends."""
-    params, states = [x.clone() for x in start], [State() for _ in start]
+    params, states = [x.clone() for x in start], [ParamState() for _ in start]
     for k, numbers in enumerate(steps):
         rule.step(params, gradients(kind, start, seed, k, numbers.get("betas", (0.9, 0.999))), states, numbers)
     return [(p.to(compute_dtype(p.dtype)) - x.to(compute_dtype(x.dtype))) for p, x in zip(params, start, strict=True)]
@@ -145,7 +145,7 @@ def test_honest_nodes_with_a_sent_preconditioner(
     rule, start = INNER["adam"], starts(seed, 1.0, torch.float32)
     numbers = {"lr": 0.01, "eps": 1e-8, "betas": betas, "bias_correction": "first" if raw else True}
     params = [x.clone() for x in start]
-    states: list[State] = [
+    states: list[ParamState] = [
         {"step": 0 if raw else t, "exp_avg": torch.zeros_like(x), "exp_avg_sq": torch.full_like(x, seen)} for x in start
     ]
     for k in range(z):
@@ -198,7 +198,7 @@ def test_the_bound_is_reached() -> None:
     start = [torch.zeros(3, dtype=torch.float64)]
     params = [start[0].clone()]
     for _ in range(5):
-        INNER["biclip"].step(params, [torch.full((3,), -9.0, dtype=torch.float64)], [State()], numbers)
+        INNER["biclip"].step(params, [torch.full((3,), -9.0, dtype=torch.float64)], [ParamState()], numbers)
     assert params[0].tolist() == pytest.approx([1.0] * 3)
 
 
@@ -240,7 +240,7 @@ def test_a_norm_over_tensors_with_their_own_numbers() -> None:
     params = [torch.zeros(2), torch.zeros(2)]
     far, none = torch.tensor([-1e6, 0.0]), torch.zeros(2)
     for grads in ([far, none], [none, far]):
-        INNER["l2clip"].step(params, grads, [State(), State()], numbers)
+        INNER["l2clip"].step(params, grads, [ParamState(), ParamState()], numbers)
     assert math.hypot(*(float(p.norm()) for p in params)) == pytest.approx(math.sqrt(5), rel=1e-3)
     limit = bound(INNER["l2clip"], [numbers, numbers])
     assert check_displacement(0, params, [torch.zeros(2), torch.zeros(2)], ["a", "b"], limit, {}) is None
@@ -284,7 +284,7 @@ def test_the_slack_of_a_norm_covers_rounding_too() -> None:
     start = [torch.ones(16, dtype=torch.bfloat16)]
     params = [start[0].clone()]
     for _ in range(3):
-        INNER["l2clip"].step(params, [torch.ones(16, dtype=torch.bfloat16)], [State()], numbers)
+        INNER["l2clip"].step(params, [torch.ones(16, dtype=torch.bfloat16)], [ParamState()], numbers)
     delta = [params[0].float() - 1]
     limit = bound(INNER["l2clip"], [numbers] * 3)
     assert float(delta[0].norm()) == 3 * 4 * unit > 1.5 * limit.constant
@@ -420,14 +420,16 @@ def displacements(draw: st.DrawFn) -> tuple[Tensor, Tensor, float, float, int]:
 
 @needs_kernel
 @settings(max_examples=400, deadline=None)
-@given(displacements(), st.integers(1, 2), st.sampled_from(KERNEL.variants if KERNEL is not None else ["none"]))
+@given(displacements(), st.integers(1, 2), st.sampled_from(KERNEL.instruction_sets if KERNEL is not None else ["none"]))
 def test_the_kernel_decides_as_torch_does(
-    what: tuple[Tensor, Tensor, float, float, int], threads: int, variant: str
+    what: tuple[Tensor, Tensor, float, float, int], threads: int, instruction_set: str
 ) -> None:
     """The same element and bound, with zeros, denormals, infinities and NaN, and with all exactly at the bound."""
     assert KERNEL is not None
     d, x, a, c, steps = what
-    (found,) = KERNEL.flat.beyond([d], [x], [a], [c], 1.001, steps + 2, variant=variant, threads=threads)
+    (found,) = KERNEL.flat.beyond(
+        [d], [x], [a], [c], 1.001, steps + 2, instruction_set=instruction_set, threads=threads
+    )
     assert found == plainly(d, x, a, c, steps) == _farthest(d, x, a, c, steps)
 
 
@@ -465,7 +467,7 @@ def test_the_first_tensor_is_named_whoever_looks_at_it(dtype: torch.dtype) -> No
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.sampled_from([*HALVES, torch.float64]), st.sampled_from([0.0, 1e-40, 1e-9, 1e-3, 1.0]))
 def test_ulps_of_a_norm_are_added_up_as_in_torch(data: st.DataObject, dtype: torch.dtype, least: float) -> None:
-    """Also where they span so many octaves that the sum depends on its order; by all variants and threads."""
+    """Also where they span so many octaves that the sum depends on its order; by all instruction sets and threads."""
     source = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
     n = data.draw(st.sampled_from([1, 7, 1025, 32_768, 32_769, 140_000]))
     x = magnitudes(data.draw, n, source).to(dtype)
@@ -476,8 +478,8 @@ def test_ulps_of_a_norm_are_added_up_as_in_torch(data: st.DataObject, dtype: tor
     expected = [float((block.double() ** 2).sum()) for block in ulps.split(32_768)]
     assert _ulp_squares(x, least) == expected
     if KERNEL is not None and dtype != torch.float64:
-        for variant in KERNEL.variants:
-            found = KERNEL.flat.ulp_squares(x, least, variant=variant, threads=2)
+        for instruction_set in KERNEL.instruction_sets:
+            found = KERNEL.flat.ulp_squares(x, least, instruction_set=instruction_set, threads=2)
             assert all(one in (-1, other) for one, other in zip(found, expected, strict=True))
 
 

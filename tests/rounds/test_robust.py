@@ -274,7 +274,7 @@ def reused(deltas: Sequence[float], buffers: Sequence[float] | None = None) -> I
             loss=float(node),
             movement_bound=Bound(None),
             steps=4,
-            inner_state=[{"node": node}],
+            optimizer_state=[{"node": node}],
             statistics=node,
         )
 
@@ -316,7 +316,7 @@ def test_median_norm_excludes_by_name() -> None:
     assert found.value == pytest.approx(1e6 * math.sqrt(3)) and found.bound == pytest.approx(6 * math.sqrt(3))
     assert str(found) == "node 2: far above the median norm in all tensors (1.73e+06, up to 10.4 counts)"
     assert result.settlement.weights == dict.fromkeys((0, 1, 3), 1 / 3)
-    assert result.settlement.losses.keys() == result.node_states.inner_states.keys() == {0, 1, 3}
+    assert result.settlement.losses.keys() == result.node_states.optimizer_states.keys() == {0, 1, 3}
     assert result.statistics == [0, 1, 3]
     assert result.settlement.steps.keys() == {0, 1, 2, 3}
 

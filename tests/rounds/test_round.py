@@ -165,12 +165,12 @@ def test_the_report_has_what_the_nodes_keep() -> None:
     """An excluded node's steps count, its inner state and statistics do not."""
     kept = [{"step": 1}]
     sent = [
-        contribution(0, [torch.ones(1)], 2.0, steps=3, inner_state=kept, statistics="s"),
-        contribution(1, [torch.tensor([math.inf])], 2.0, steps=4, inner_state=kept, statistics="s"),
+        contribution(0, [torch.ones(1)], 2.0, steps=3, optimizer_state=kept, statistics="s"),
+        contribution(1, [torch.tensor([math.inf])], 2.0, steps=4, optimizer_state=kept, statistics="s"),
     ]
     result = mean_of(state([torch.zeros(1)]), sent, who([0.5, 0.5]))
     assert result.settlement.steps == {0: 3, 1: 4}
-    assert (result.node_states.inner_states, result.statistics, result.settlement.weights) == (
+    assert (result.node_states.optimizer_states, result.statistics, result.settlement.weights) == (
         {0: kept},
         ["s"],
         {0: 1.0},

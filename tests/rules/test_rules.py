@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tailopt
-from tailopt.rules.rule import Rule, State, as_list, product, value_for_param
+from tailopt.rules.rule import ParamState, Rule, as_list, product, value_for_param
 from tailopt.rules.table import INNER, OUTER
 from tailopt.rules.torch_optim import torch_rule
 
@@ -43,7 +43,7 @@ def gradients(dtype: torch.dtype, steps: int = STEPS, tails: float = 2.0) -> Ite
 
 def by_rule(rule: Rule, numbers: Mapping[str, Any], dtype: torch.dtype, steps: int = STEPS) -> list[list[Tensor]]:
     """The parameters after every step of a rule that keeps its state."""
-    params, states = tensors(0, dtype), [State() for _ in SHAPES]
+    params, states = tensors(0, dtype), [ParamState() for _ in SHAPES]
     seen = []
     for grads in gradients(dtype, steps):
         rule.step(params, grads, states, {**rule.defaults, **numbers})
@@ -177,7 +177,7 @@ def test_without_epsilon_a_zero_gradient_moves_nothing(name: str) -> None:
     """0/0 is 0, also after a coordinate beside it has moved; then with a gradient it moves as it would have."""
     rule = INNER[name]
     numbers = {**rule.defaults, "lr": 0.1, "eps": 0.0, "u": 1.0, "d": 0.0, "weight_decay": 0.0}
-    x, states = torch.tensor([1.0, -2.0, -0.0]), [State()]
+    x, states = torch.tensor([1.0, -2.0, -0.0]), [ParamState()]
     for _ in range(3):
         rule.step([x], [torch.tensor([0.5, 0.0, 0.0])], states, numbers)
     assert x[0] < 1.0 and x[1:].tolist() == [-2.0, 0.0]
@@ -188,7 +188,7 @@ def test_without_epsilon_a_zero_gradient_moves_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", ["adagrad", "rmsprop", "adam"])
 def test_without_epsilon_a_zero_displacement_moves_nothing(name: str) -> None:
     rule = OUTER[name]
-    x, states = torch.tensor([1.0, -2.0]), [State()]
+    x, states = torch.tensor([1.0, -2.0]), [ParamState()]
     for _ in range(3):
         rule.step([x], [torch.tensor([0.5, 0.0])], states, {**rule.defaults, "lr": 0.1, "eps": 0.0})
     assert x[0] < 1.0 and x[1] == -2.0
@@ -199,7 +199,7 @@ def test_without_epsilon_a_gradient_too_small_to_square_moves_nothing(table: str
     """Its root is 0, and a step of infinity would end the run."""
     rule = (INNER if table == "inner" else OUTER)[name]
     x = torch.ones(2)
-    rule.step([x], [torch.tensor([1e-30, 1.0])], [State()], {**rule.defaults, "lr": 0.1, "eps": 0.0})
+    rule.step([x], [torch.tensor([1e-30, 1.0])], [ParamState()], {**rule.defaults, "lr": 0.1, "eps": 0.0})
     assert x[0] == 1.0 and x[1] < 1.0
 
 
@@ -208,7 +208,7 @@ def test_zero_gradients_keep_a_fresh_parameter(name: str) -> None:
     rule = INNER[name]
     x = torch.tensor([1.5, -2.0])
     numbers = {**rule.defaults, "lr": 0.1, "eps": 0.0, "u": 1.0, "d": 0.5 if name != "l2clip" else 0.0}
-    rule.step([x], [torch.zeros(2)], [State()], {**numbers, "weight_decay": 0.0})
+    rule.step([x], [torch.zeros(2)], [ParamState()], {**numbers, "weight_decay": 0.0})
     assert x.tolist() == [1.5, -2.0]
 
 
@@ -218,7 +218,7 @@ def test_state_is_what_the_rule_says(table: str, name: str) -> None:
     rule = (INNER if table == "inner" else OUTER)[name]
     numbers = {**rule.defaults, "lr": 0.1, "eps": 1e-3, "u": 1.0, "d": 0.5 if name != "l2clip" else 0.0}
     momentum = {"momentum": 0.9} if "momentum" in {*rule.defaults, *rule.required} else {}
-    state = State()
+    state = ParamState()
     rule.step([torch.ones(3)], [torch.ones(3)], [state], {**numbers, **momentum})
     held = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     assert set(held) == (set(rule.state_names) if momentum or name != "sgd" else set())
@@ -264,7 +264,7 @@ def test_an_automatic_dead_zone_ends_at_four_units(dtype: torch.dtype) -> None:
     unit = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     params = [torch.zeros(1, dtype=dtype), torch.zeros(2, dtype=dtype)]
     grads = [torch.tensor([1.0], dtype=dtype), torch.tensor([4 * unit, 4.5 * unit], dtype=dtype)]
-    states = [State(), State()]
+    states = [ParamState(), ParamState()]
     INNER["biclip"].step(params, grads, states, {"lr": 1.0, "u": 1.0, "d": 0.5, "dead_zone": "auto"})
     assert [p.tolist() for p in params] == [[-1.0], [0.0, -0.5]]
     params[1].zero_()
@@ -283,7 +283,7 @@ def test_sign_is_biclip_with_equal_thresholds(zone: Any, decay: float, dtype: to
 
 def test_sign_moves_by_the_learning_rate() -> None:
     x = torch.zeros(4, dtype=torch.float64)
-    INNER["sign"].step([x], [torch.tensor([5.0, -1e-30, 0.0, -0.0], dtype=torch.float64)], [State()], {"lr": 0.25})
+    INNER["sign"].step([x], [torch.tensor([5.0, -1e-30, 0.0, -0.0], dtype=torch.float64)], [ParamState()], {"lr": 0.25})
     assert x.tolist() == [-0.25, 0.25, 0.0, 0.0]
 
 
@@ -306,7 +306,7 @@ def test_adam_on_top_of_biclip(name: str, kind: Class, dtype: torch.dtype) -> No
 def test_adam_on_top_of_biclip_leaves_the_gradient_as_it_is() -> None:
     g = torch.tensor([5.0, -0.01])
     numbers = {**INNER["biclip+adam"].defaults, "lr": 0.1, "eps": 1e-3, "u": 1.0, "d": 0.1}
-    INNER["biclip+adam"].step([torch.zeros(2)], [g], [State()], numbers)
+    INNER["biclip+adam"].step([torch.zeros(2)], [g], [ParamState()], numbers)
     assert g.tolist() == torch.tensor([5.0, -0.01]).tolist()
 
 
@@ -329,8 +329,8 @@ def test_l2clip_with_a_norm_that_is_known(u: float, d: float, scope: str) -> Non
     numbers: dict[str, Any] = {"lr": 0.1, "u": u, "d": d, "scope": scope, "weight_decay": 0.0}
     norms = [float(torch.linalg.vector_norm(g)) for g in grads]
     norm = norms if scope == "tensor" else float(torch.tensor(norms, dtype=torch.float64).square().sum().sqrt())
-    INNER["biclip-l2"].step(params, grads, [State() for _ in grads], numbers)
-    INNER["biclip-l2"].step(known, grads, [State() for _ in grads], {**numbers, "norm": norm})
+    INNER["biclip-l2"].step(params, grads, [ParamState() for _ in grads], numbers)
+    INNER["biclip-l2"].step(known, grads, [ParamState() for _ in grads], {**numbers, "norm": norm})
     for a, b in zip(params, known, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-15)
 
@@ -338,7 +338,7 @@ def test_l2clip_with_a_norm_that_is_known(u: float, d: float, scope: str) -> Non
 @pytest.mark.parametrize("norm", [float("nan"), float("inf")])
 def test_a_norm_that_is_not_finite_makes_nan(norm: float) -> None:
     x = torch.ones(2)
-    INNER["l2clip"].step([x], [torch.ones(2)], [State()], {"lr": 0.1, "u": 1.0, "norm": norm})
+    INNER["l2clip"].step([x], [torch.ones(2)], [ParamState()], {"lr": 0.1, "u": 1.0, "norm": norm})
     assert x.isnan().all()
 
 
@@ -371,7 +371,7 @@ def own(value: Any, at: tuple[int, ...]) -> Any:
 
 
 def run_stacked(rule: Rule, numbers: Mapping[str, Any], dtype: torch.dtype) -> list[Tensor]:
-    params, states = stacked(0, dtype), [State() for _ in shapes_of(dtype)]
+    params, states = stacked(0, dtype), [ParamState() for _ in shapes_of(dtype)]
     for k in range(3):
         rule.step(params, stacked(100 + k, dtype, 2.0), states, numbers)
     return params
@@ -380,7 +380,7 @@ def run_stacked(rule: Rule, numbers: Mapping[str, Any], dtype: torch.dtype) -> l
 def run_slices(rule: Rule, numbers: Mapping[str, Any], dtype: torch.dtype) -> list[Tensor]:
     whole = stacked(0, dtype)
     for at in slices():
-        params, states = [p[at].clone() for p in whole], [State() for _ in whole]
+        params, states = [p[at].clone() for p in whole], [ParamState() for _ in whole]
         for k in range(3):
             grads = [g[at] for g in stacked(100 + k, dtype, 2.0)]
             rule.step(params, grads, states, {word: own(value, at) for word, value in numbers.items()})
@@ -436,7 +436,7 @@ def test_every_slice_may_have_its_own_numbers(table: str, name: str, dtype: torc
             "u": [float(v[at]) for v in u],
             "d": [float(v[at]) for v in d],
         }
-        params, states = [p[at].clone() for p in whole], [State() for _ in SHAPES]
+        params, states = [p[at].clone() for p in whole], [ParamState() for _ in SHAPES]
         for k in range(3):
             rule.step(params, [g[at] for g in stacked(100 + k, dtype, 2.0)], states, plain)
         for p, q in zip(found, params, strict=True):
@@ -480,7 +480,7 @@ def test_stacked_l2clip_with_numbers_for_every_slice(scope: str) -> None:
         params = [p[at].clone() for p in whole]
         for k in range(3):
             grads = [g[at] for g in stacked(100 + k, torch.float64, 2.0)]
-            INNER["biclip-l2"].step(params, grads, [State() for _ in SHAPES], plain)
+            INNER["biclip-l2"].step(params, grads, [ParamState() for _ in SHAPES], plain)
         for p, q in zip(found, params, strict=True):
             torch.testing.assert_close(p[at], q, rtol=1e-6, atol=1e-9)
 
@@ -525,7 +525,7 @@ CLASSES: list[tuple[Class, dict[str, Any]]] = [
 def test_a_class_keeps_its_state_as_if_it_lived_on(kind: Class, keywords: dict[str, Any], foreach: bool) -> None:
     rule = torch_rule(kind)
     keywords = {**keywords, "foreach": foreach}
-    params, states = tensors(0, torch.float64), [State() for _ in SHAPES]
+    params, states = tensors(0, torch.float64), [ParamState() for _ in SHAPES]
     seen = []
     for grads in gradients(torch.float64, 12):
         rule.step(params, grads, states, keywords)
@@ -535,7 +535,7 @@ def test_a_class_keeps_its_state_as_if_it_lived_on(kind: Class, keywords: dict[s
 
 def test_a_class_sees_a_learning_rate_that_changes() -> None:
     """A schedule wins over what the class was built with before."""
-    x, states = torch.zeros(1), [State()]
+    x, states = torch.zeros(1), [ParamState()]
     rule = torch_rule(torch.optim.SGD)
     for lr in (1.0, 0.5):
         rule.step([x], [torch.ones(1)], states, {"lr": lr, "momentum": 0.5})
@@ -552,7 +552,7 @@ def test_a_class_that_changes_its_group_gets_it_back() -> None:
             for p in group["params"]:
                 p.data.sub_(p.grad, alpha=group["lr"] / group["calls"])
 
-    x, states = torch.zeros(1), [State()]
+    x, states = torch.zeros(1), [ParamState()]
     for _ in range(3):
         torch_rule(Slower).step([x], [torch.ones(1)], states, {"lr": 6.0})
     assert x.item() == -6.0 - 3.0 - 2.0
@@ -560,8 +560,8 @@ def test_a_class_that_changes_its_group_gets_it_back() -> None:
 
 def test_a_class_leaves_the_gradient_as_it_is() -> None:
     g = torch.ones(2)
-    torch_rule(torch.optim.Rprop).step([torch.zeros(2)], [g], [State()], {"lr": 0.1})
-    torch_rule(torch.optim.SGD).step([torch.zeros(2)], [g], [State()], {"lr": 0.1, "weight_decay": 0.5})
+    torch_rule(torch.optim.Rprop).step([torch.zeros(2)], [g], [ParamState()], {"lr": 0.1})
+    torch_rule(torch.optim.SGD).step([torch.zeros(2)], [g], [ParamState()], {"lr": 0.1, "weight_decay": 0.5})
     assert g.tolist() == [1.0, 1.0]
 
 
@@ -580,7 +580,7 @@ def test_what_is_no_optimizer_is_refused(other: Any) -> None:
 @pytest.mark.parametrize("lr", [[0.1], torch.ones(2)])
 def test_a_class_takes_one_number_for_all_tensors(lr: Any) -> None:
     with pytest.raises(ValueError, match=r"^Invalid lr: .* takes one number for all tensors"):
-        torch_rule(torch.optim.SGD).step([torch.zeros(2)], [torch.ones(2)], [State()], {"lr": lr})
+        torch_rule(torch.optim.SGD).step([torch.zeros(2)], [torch.ones(2)], [ParamState()], {"lr": lr})
 
 
 def test_a_class_has_its_keywords_for_options() -> None:
@@ -619,7 +619,7 @@ def test_adam_never_moves_beyond_its_step_bound(beta1: float, beta2: float, size
     assert (bound is None) == (beta1**2 >= beta2)
     if bound is None:
         return
-    x, state = torch.zeros(1, dtype=torch.float64), State()
+    x, state = torch.zeros(1, dtype=torch.float64), ParamState()
     for size in sizes:
         before = x.clone()
         rule.step([x], [torch.tensor([2.0**size], dtype=torch.float64)], [state], numbers)
@@ -631,7 +631,7 @@ def test_adams_step_bound_is_nearly_reached() -> None:
     rule, (beta1, beta2) = INNER["adam"], (0.9, 0.999)
     bound = rule.step_bound({"lr": 1.0, "betas": (beta1, beta2), "bias_correction": False})
     assert bound is not None and round(bound.limit, 2) == 7.27
-    x, state = torch.zeros(1, dtype=torch.float64), State()
+    x, state = torch.zeros(1, dtype=torch.float64), ParamState()
     for k in range(60):
         before = x.clone()
         g = torch.tensor([(beta1 / beta2) ** (59 - k)], dtype=torch.float64)
@@ -643,6 +643,6 @@ def test_rmsprops_step_bound_is_its_first_step() -> None:
     """g / sqrt((1 - beta2) g^2), whatever g."""
     numbers = {"lr": 0.1, "eps": 0.0, "betas": (0.9, 0.96)}
     bound, x = OUTER["rmsprop"].step_bound(numbers), torch.zeros(2, dtype=torch.float64)
-    OUTER["rmsprop"].step([x], [torch.tensor([5.0, -1e-3], dtype=torch.float64)], [State()], numbers)
+    OUTER["rmsprop"].step([x], [torch.tensor([5.0, -1e-3], dtype=torch.float64)], [ParamState()], numbers)
     assert bound is not None and bound.kind == "coordinate"
     assert x.tolist() == pytest.approx([-bound.limit, bound.limit])

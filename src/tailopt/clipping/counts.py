@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from tailopt.clipping.dtensor import is_dtensor
-from tailopt.clipping.memory import check_memory
+from tailopt.clipping.freed_storage import check_not_freed
 from tailopt.clipping.operators import check_thresholds, compute_dtype, real_parts
 from tailopt.native.calls import DTYPES, addresses, dtype_codes, sizes
-from tailopt.native.clip import NO_MOMENTUM, Counters, StepRows, TensorTable
+from tailopt.native.clip import NO_MOMENTUM, Counters, StepTable, TensorTable
 from tailopt.native.library import loaded
 
 COMPLETE_BELOW = 65_536  # every element of a smaller tensor enters a histogram
@@ -250,10 +250,10 @@ def add(
     if kernel and by_kernel:
         dense = [grads[i] for i in by_kernel]
         grad_addresses = addresses(dense)
-        check_memory(dense, grad_addresses)
+        check_not_freed(dense, grad_addresses)
         tensors = TensorTable(None, grad_addresses, sizes(dense), dtype_codes(dense))
-        rows = StepRows((0.0, 1.0, 0.0, *thresholds, 1.0, 1.0, 1.0, *NO_MOMENTUM), [0] * len(dense))
-        kernel.clip.run_at("count", tensors, rows, counters, [slots[i] for i in by_kernel])
+        step_table = StepTable((0.0, 1.0, 0.0, *thresholds, 1.0, 1.0, 1.0, *NO_MOMENTUM), [0] * len(dense))
+        kernel.clip.run_at("count", tensors, step_table, counters, [slots[i] for i in by_kernel])
     for i in set(range(len(grads))).difference(by_kernel):
         count_in_torch(grads[i], slots[i], thresholds, counters)
 

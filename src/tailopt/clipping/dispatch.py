@@ -1,6 +1,6 @@
 """Many tensors in one step: one list of kernels, and one function that picks one and can explain its choice.
 
-`which(p, g, step)` answers which kernel a tensor gets and the reason.
+`which(p, g, hparams)` answers which kernel a tensor gets and the reason.
 
     c         the C kernel: CPU, one parallel region for everything, no extra memory
     rows      the C kernel row by row: thresholds or lr that vary along leading dimensions
@@ -21,11 +21,11 @@ from torch import Tensor
 
 from tailopt.clipping.counts import StatisticsRecorder, count_in_torch
 from tailopt.clipping.dtensor import is_dtensor, local_pair, local_part
+from tailopt.clipping.freed_storage import check_not_freed
 from tailopt.clipping.kernels import c, chunked, foreach, rows, single
 from tailopt.clipping.kernels.kernel import Kernel, StepGroup, has_dimensions, is_scalar
-from tailopt.clipping.memory import check_memory
 from tailopt.clipping.momentum import advance
-from tailopt.clipping.reference import StepNumbers
+from tailopt.clipping.reference import StepHyperparameters
 from tailopt.clipping.step_cache import StepCache
 from tailopt.native import library
 
@@ -50,7 +50,7 @@ class Choice:
     why: str
 
 
-def which(p: Tensor, g: Tensor, step: StepNumbers, kernel: str | None = None) -> Choice:
+def which(p: Tensor, g: Tensor, hparams: StepHyperparameters, kernel: str | None = None) -> Choice:
     """The kernel that a parameter and its gradient get, and why.
 
     kernel: the one to take if it can; by default the fastest.
@@ -58,13 +58,13 @@ def which(p: Tensor, g: Tensor, step: StepNumbers, kernel: str | None = None) ->
     Examples:
         >>> from tailopt.clipping.reference import ClipByValue
         >>> p, g = torch.zeros(3), torch.ones(3)
-        >>> which(p, g, StepNumbers(ClipByValue(1.0, 0.0), lr=0.1), kernel="foreach").kernel.name
+        >>> which(p, g, StepHyperparameters(ClipByValue(1.0, 0.0), lr=0.1), kernel="foreach").kernel.name
         'foreach'
     """
     order = (kernel,) if kernel else ("foreach",) if p.device.type != "cpu" else ("c", "rows", "chunked")
     reasons: list[str] = []
     for name in order:
-        why_not = KERNELS[name].refuses(p, g, step)
+        why_not = KERNELS[name].refuses(p, g, hparams)
         if not why_not:
             return Choice(
                 KERNELS[name], "; ".join(reasons) or ("asked for" if kernel else "the fastest for these tensors")
@@ -82,7 +82,7 @@ def update(
     """Take the step, in place.
 
     Args:
-        groups: parameters, gradients and the step they take.
+        groups: parameters, gradients and the hyperparameters of their step.
         kernel: the one to use for every tensor that it takes; by default the fastest.
         cache: what the caller keeps between the steps of the same parameters; a single step needs none.
         recorder: counts what the step clips; the groups have slots then.
@@ -90,7 +90,7 @@ def update(
     if kernel in (None, "c"):
         # Almost every step on a CPU ends here: if the C kernel takes all tensors, nothing looks at them one by one.
         cache = cache if cache is not None else StepCache(reused=False)
-        scalar = cache.same_steps(groups) or all(_is_scalar(group) for group in groups)
+        scalar = cache.same_hparams_as_last_call(groups) or all(_is_scalar(group) for group in groups)
         if scalar and cache.prepare(*c.joined(groups)):
             if library.loaded() is not None:
                 c.run(groups, cache, recorder)
@@ -103,16 +103,16 @@ def update(
         if group.momenta:
             group = advance(_as_local_reals(group), by_reference=kernel == "reference")
         for i, (p, g) in enumerate(zip(group.params, group.grads, strict=True)):
-            p_part, g_part, step = _as_dense_local_reals(p, g, group.step)
+            p_part, g_part, hparams = _as_dense_local_reals(p, g, group.hparams)
             if recorder is not None:
                 g_part = g_part.coalesce() if g_part.is_sparse else g_part
-                clip = single.at_coordinates(step.clip, g_part) if g_part.is_sparse else step.clip
+                clip = single.at_coordinates(hparams.clip, g_part) if g_part.is_sparse else hparams.clip
                 count_in_torch(g_part, group.slots[i], clip, recorder.counters(g_part.device))
-            name = which(p_part, g_part, step, kernel).kernel.name
+            name = which(p_part, g_part, hparams, kernel).kernel.name
             parts = by_kernel.setdefault(name, [])
-            if not parts or parts[-1].step is not step:
-                parts.append(StepGroup([], [], step))
-            for p_piece, g_piece in _pieces(p_part, g_part, step):
+            if not parts or parts[-1].hparams is not hparams:
+                parts.append(StepGroup([], [], hparams))
+            for p_piece, g_piece in _pieces(p_part, g_part, hparams):
                 parts[-1].params.append(p_piece)
                 parts[-1].grads.append(g_piece)
     for name, parts in by_kernel.items():
@@ -120,14 +120,14 @@ def update(
 
 
 def _is_scalar(group: StepGroup) -> bool:
-    return is_scalar(group.step) and not group.corrections
+    return is_scalar(group.hparams) and not group.corrections
 
 
 def _as_local_reals(group: StepGroup) -> StepGroup:
     """A group with momentum as its arithmetic sees it: shards as local tensors, complex ones as pairs of reals."""
     if not any(is_dtensor(p) or p.is_complex() for p in group.params):
         return group
-    if has_dimensions(group.step):
+    if has_dimensions(group.hparams):
         raise ValueError("Thresholds with dimensions cannot be used with momentum on sharded or complex parameters.")
     momenta = [local_pair(p, m)[1] for p, m in zip(group.params, group.momenta, strict=True)]
     pairs = [local_pair(p, g) for p, g in zip(group.params, group.grads, strict=True)]
@@ -146,7 +146,7 @@ def _check_tensors(groups: Sequence[StepGroup]) -> None:
         for p in group.params:
             check_type(p)
         if not torch.compiler.is_compiling():
-            check_memory([*group.params, *group.grads, *group.momenta])
+            check_not_freed([*group.params, *group.grads, *group.momenta])
         if any(g.is_sparse for g in group.grads) and group.momenta:
             raise RuntimeError("Momentum needs dense gradients, and one is sparse. Use momentum=0 for its parameter.")
 
@@ -160,26 +160,28 @@ def check_type(p: Tensor) -> None:
         )
 
 
-def _as_dense_local_reals(p: Tensor, g: Tensor, step: StepNumbers) -> tuple[Tensor, Tensor, StepNumbers]:
+def _as_dense_local_reals(
+    p: Tensor, g: Tensor, hparams: StepHyperparameters
+) -> tuple[Tensor, Tensor, StepHyperparameters]:
     """What kernels see: shards as local tensors, complex ones as pairs of reals; thresholds with dimensions follow."""
 
-    def shaped(step: StepNumbers, change: Callable[[Tensor], Tensor]) -> StepNumbers:
-        numbers = (change(t) if isinstance(t, Tensor) and t.ndim else t for t in step.clip)
-        return step._replace(clip=type(step.clip)(*numbers))
+    def shaped(hparams: StepHyperparameters, change: Callable[[Tensor], Tensor]) -> StepHyperparameters:
+        numbers = (change(t) if isinstance(t, Tensor) and t.ndim else t for t in hparams.clip)
+        return hparams._replace(clip=type(hparams.clip)(*numbers))
 
     if is_dtensor(p):
         owner = p
-        step = shaped(step, lambda t: local_part(t, owner)) if has_dimensions(step) else step
+        hparams = shaped(hparams, lambda t: local_part(t, owner)) if has_dimensions(hparams) else hparams
         p, g = local_pair(p, g)
     if p.is_complex() and not g.is_sparse:
-        step = shaped(step, lambda t: t[..., None]) if has_dimensions(step) else step
+        hparams = shaped(hparams, lambda t: t[..., None]) if has_dimensions(hparams) else hparams
         p, g = torch.view_as_real(p), torch.view_as_real(g.resolve_conj())
-    return p, g, step
+    return p, g, hparams
 
 
-def _pieces(p: Tensor, g: Tensor, step: StepNumbers) -> list[tuple[Tensor, Tensor]]:
+def _pieces(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> list[tuple[Tensor, Tensor]]:
     """A very large tensor in parts, so that intermediates stay small; whole if the step is traced or differentiated."""
-    whole = p.numel() <= PIECE or torch.is_grad_enabled() or torch.compiler.is_compiling() or has_dimensions(step)
+    whole = p.numel() <= PIECE or torch.is_grad_enabled() or torch.compiler.is_compiling() or has_dimensions(hparams)
     if whole or g.layout != torch.strided or not (p.is_contiguous() and g.is_contiguous()):
         return [(p, g)]
     return list(zip(p.detach().view(-1).split(PIECE), g.detach().view(-1).split(PIECE), strict=True))

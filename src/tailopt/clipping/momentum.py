@@ -15,7 +15,7 @@ from torch import Tensor
 from tailopt.clipping import reference
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.operators import Number, compute_dtype
-from tailopt.clipping.reference import StepNumbers
+from tailopt.clipping.reference import StepHyperparameters
 
 
 def advance(group: StepGroup, by_reference: bool = False) -> StepGroup:
@@ -23,26 +23,26 @@ def advance(group: StepGroup, by_reference: bool = False) -> StepGroup:
 
     by_reference: by the oracle, tensor by tensor.
     """
-    momentum = group.step.momentum
+    momentum = group.hparams.momentum
     assert momentum is not None
     corrections: Sequence[Number] = group.corrections or [momentum.correction] * len(group.params)
     means: list[Tensor] = []
     for p, g, m, correction in zip(group.params, group.grads, group.momenta, corrections, strict=True):
         dtype = compute_dtype(p.dtype)
         if by_reference:
-            step = group.step._replace(momentum=momentum._replace(correction=correction))
-            new, mean = reference.momentum(m, g, step, dtype)
+            hparams = group.hparams._replace(momentum=momentum._replace(correction=correction))
+            new, mean = reference.momentum(m, g, hparams, dtype)
             m.copy_(new)
         else:
-            mean = _advance(m, g, group.step, correction, dtype)
+            mean = _advance(m, g, group.hparams, correction, dtype)
         means.append(mean)
-    return group._replace(grads=means, step=group.step._replace(maximize=False, momentum=None), momenta=())
+    return group._replace(grads=means, hparams=group.hparams._replace(maximize=False, momentum=None), momenta=())
 
 
-def _advance(m: Tensor, g: Tensor, step: StepNumbers, correction: Number, dtype: torch.dtype) -> Tensor:
-    assert step.momentum is not None
-    beta, limit = step.momentum.beta, step.gradient_limit(dtype)
-    g = (-g if step.maximize else g).to(dtype)
+def _advance(m: Tensor, g: Tensor, hparams: StepHyperparameters, correction: Number, dtype: torch.dtype) -> Tensor:
+    assert hparams.momentum is not None
+    beta, limit = hparams.momentum.beta, hparams.gradient_limit(dtype)
+    g = (-g if hparams.maximize else g).to(dtype)
     if isinstance(limit, Tensor):
         limit = limit.to(g.device)
         g = g.clamp(-limit, limit)

@@ -10,8 +10,8 @@ and with momentum, where the k-th step since m was 0 clips a mean of gradients i
 The clamp keeps what one outlier or infinity adds to m at u. m is rounded to its type after the operator has used it.
 
 fp64 is computed in itself, everything else in fp32; numbers are rounded once to that type, the result once to the
-parameter's. `ClipByValue` and `ScaleToNorm` are the two ways to clip, `StepNumbers` is a clip with the other numbers
-of a group. Kernels take the same and must give the same bits. Nothing here is fast, and nothing here is optimised.
+parameter's. `ClipByValue` and `ScaleToNorm` are the two ways to clip, `StepHyperparameters` is a clip with lr and the
+other numbers of a step. Kernels take the same and must give the same bits. Nothing here is fast or optimised.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ScaleToNorm(NamedTuple):
 
 
 class Momentum(NamedTuple):
-    """The numbers of a step with momentum.
+    """The hyperparameters of momentum in one step.
 
     correction: 1 - beta^k, by which m is divided in its k-th step; clamps: False while u is not known yet.
     """
@@ -63,7 +63,7 @@ class Momentum(NamedTuple):
 
     @classmethod
     def at(cls, beta: float, k: int) -> Momentum:
-        """Return the numbers of the k-th step since m was 0.
+        """Return those of the k-th step since m was 0.
 
         Examples:
             >>> Momentum.at(0.5, 2)
@@ -72,8 +72,8 @@ class Momentum(NamedTuple):
         return cls(beta, 1 - beta**k)
 
 
-class StepNumbers(NamedTuple):
-    """One param group's numbers for one step."""
+class StepHyperparameters(NamedTuple):
+    """The hyperparameters with which the parameters of a group take one step."""
 
     clip: ClipByValue | ScaleToNorm
     lr: Number
@@ -96,39 +96,39 @@ class StepNumbers(NamedTuple):
         return u.to(dtype) / rounded(rest, dtype).to(u.device) if isinstance(u, Tensor) else u / rest
 
 
-def momentum(m: Tensor, g: Tensor, numbers: StepNumbers, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def momentum(m: Tensor, g: Tensor, hparams: StepHyperparameters, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The momentum after one step, in its own type, and what the step clips in place of the gradient.
 
     dtype: the compute type.
 
     Examples:
-        >>> numbers = StepNumbers(ClipByValue(u=0.5, d=0.0), lr=1.0, momentum=Momentum.at(0.5, 1))
-        >>> momentum(torch.zeros(2), torch.tensor([0.25, 9.0]), numbers, torch.float32)
+        >>> hparams = StepHyperparameters(ClipByValue(u=0.5, d=0.0), lr=1.0, momentum=Momentum.at(0.5, 1))
+        >>> momentum(torch.zeros(2), torch.tensor([0.25, 9.0]), hparams, torch.float32)
         (tensor([0.1250, 0.5000]), tensor([0.2500, 1.0000]))
     """
-    assert numbers.momentum is not None
-    limit = rounded(numbers.gradient_limit(dtype), dtype)
-    g = (-g if numbers.maximize else g).to(dtype)
+    assert hparams.momentum is not None
+    limit = rounded(hparams.gradient_limit(dtype), dtype)
+    g = (-g if hparams.maximize else g).to(dtype)
     clamped = torch.where(g < -limit, -limit, g)  # NaN passes
     clamped = torch.where(clamped > limit, limit, clamped)
-    beta = numbers.momentum.beta
+    beta = hparams.momentum.beta
     wide = fma(rounded(1 - beta, dtype), clamped, m.to(dtype) * rounded(beta, dtype))
-    return wide.to(m.dtype), wide / rounded(numbers.momentum.correction, dtype)
+    return wide.to(m.dtype), wide / rounded(hparams.momentum.correction, dtype)
 
 
-def step(p: Tensor, g: Tensor, numbers: StepNumbers) -> Tensor:
+def step(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> Tensor:
     """The parameter after one step, as a new tensor; g is what `momentum` returned, where the step has momentum.
 
     Examples:
         >>> p, g = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([9.0, 0.0, -1e-6])
-        >>> step(p, g, StepNumbers(ClipByValue(u=0.5, d=0.1), lr=1.0))
+        >>> step(p, g, StepHyperparameters(ClipByValue(u=0.5, d=0.1), lr=1.0))
         tensor([0.5000, 1.0000, 1.1000])
     """
     dtype = compute_dtype(p.dtype)
     wide, g = p.to(dtype), g.to(dtype)
-    c = numbers.clip(-g if numbers.maximize and numbers.momentum is None else g)
-    decayed = wide if numbers.weight_decay == 0 else wide * rounded(numbers.decay(dtype), dtype)
-    return fma(-rounded(numbers.lr, dtype), c, decayed).to(p.dtype)
+    c = hparams.clip(-g if hparams.maximize and hparams.momentum is None else g)
+    decayed = wide if hparams.weight_decay == 0 else wide * rounded(hparams.decay(dtype), dtype)
+    return fma(-rounded(hparams.lr, dtype), c, decayed).to(p.dtype)
 
 
 def rounded(value: Number, dtype: torch.dtype) -> Tensor:

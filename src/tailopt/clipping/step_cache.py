@@ -15,16 +15,16 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from tailopt.clipping.kernels.kernel import PLAIN_TYPES, StepGroup, row
-from tailopt.clipping.memory import check_memory
+from tailopt.clipping.freed_storage import check_not_freed
+from tailopt.clipping.kernels.kernel import PLAIN_TYPES, StepGroup, table_row
 from tailopt.clipping.operators import compute_dtype
-from tailopt.clipping.reference import StepNumbers
+from tailopt.clipping.reference import StepHyperparameters
 from tailopt.native.calls import DTYPES, addresses, dtype_codes, sizes
-from tailopt.native.clip import StepRows
+from tailopt.native.clip import StepTable
 
 
 class StepCache:
-    """Sizes, types, addresses and numbers of the last step of the C kernel.
+    """Sizes, types and addresses of the last step of the C kernel, and its step table.
 
     Gradients are new tensors in every step, and asking each of them would cost more than the step. So torch compares
     all tensors at once with those of the last step: type, dtype, device, layout, shape, strides, lazy negation.
@@ -40,11 +40,11 @@ class StepCache:
         self._compute_dtypes: list[torch.dtype] = []  # by parameter
         self.param_addresses, self._grad_addresses, self._momentum_addresses = array("Q"), array("Q"), array("Q")
         self.distinct = True  # no parameter is in the list twice
-        # of the last groups; empty if a tensor that may change is among their numbers
-        self._steps: list[StepNumbers] = []
+        # of the last groups; empty if a tensor that may change is among them
+        self._last_hparams: list[StepHyperparameters] = []
         self._lengths: list[int] = []  # parameters in each of the last groups
-        self._row_sources: list[tuple[int, torch.dtype]] = []  # group and arithmetic of each row
-        self._rows, self._row_of_param = array("d"), array("i")
+        self._row_sources: list[tuple[int, torch.dtype]] = []  # group and compute type of each row of the step table
+        self._table, self._row_of_param = array("d"), array("i")
 
     def __reduce__(self) -> tuple[type[StepCache], tuple[bool]]:
         return StepCache, (self._reused,)  # addresses are of this process and these tensors: a copy starts empty
@@ -76,14 +76,14 @@ class StepCache:
         self.sizes, self.dtype_codes = sizes(params), array("i", [DTYPES[t] for t in dtypes])
         self.momentum_codes = dtype_codes(momenta)
         self._compute_dtypes = [compute_dtype(t) for t in dtypes]
-        self._steps, self._lengths = [], []
+        self._last_hparams, self._lengths = [], []
         self.param_addresses = self._grad_addresses = self._momentum_addresses = array("Q")
 
     def locate(self, params: list[Tensor]) -> None:
         """Addresses of the parameters: they may change while everything else stays."""
         now = addresses(params)
         if now != self.param_addresses:
-            check_memory(params)
+            check_not_freed(params)
             used = [address for address in now if address]  # empty tensors have none
             self.param_addresses, self.distinct = now, len(set(used)) == len(used)
 
@@ -91,7 +91,7 @@ class StepCache:
         """Addresses of the gradients, all of which have memory."""
         now = addresses(grads)
         if now != self._grad_addresses:
-            check_memory(grads, now)
+            check_not_freed(grads, now)
             self._grad_addresses = now
         return now
 
@@ -99,36 +99,41 @@ class StepCache:
         """Addresses of the momenta, all of which have memory."""
         now = addresses(momenta)
         if now != self._momentum_addresses:
-            check_memory(momenta, now)
+            check_not_freed(momenta, now)
             self._momentum_addresses = now
         return now
 
-    def same_steps(self, groups: Sequence[StepGroup]) -> bool:
-        """Whether as many parameters take the very steps of last time, none of which can have changed."""
-        if len(groups) != len(self._steps):
+    def same_hparams_as_last_call(self, groups: Sequence[StepGroup]) -> bool:
+        """Whether each group has the hyperparameters (the very object) and the number of parameters of the last call.
+
+        False after a call with tensors among the hyperparameters, since these can change in place.
+        """
+        if len(groups) != len(self._last_hparams):
             return False
-        for group, step, length in zip(groups, self._steps, self._lengths, strict=True):
-            if group.step is not step or len(group.params) != length:
+        for group, hparams, length in zip(groups, self._last_hparams, self._lengths, strict=True):
+            if group.hparams is not hparams or len(group.params) != length:
                 return False
         return True
 
-    def rows(self, groups: Sequence[StepGroup]) -> StepRows:
-        """The numbers of the steps as the C kernel takes them, and which row of them every parameter gets."""
-        if self.same_steps(groups):
-            return StepRows(self._rows, self._row_of_param)
+    def step_table(self, groups: Sequence[StepGroup]) -> StepTable:
+        """The hyperparameters as the C kernel takes them: one table, and which row of it every parameter gets."""
+        if self.same_hparams_as_last_call(groups):
+            return StepTable(self._table, self._row_of_param)
         lengths = [len(group.params) for group in groups]
         if lengths != self._lengths:
-            self._assign_rows(lengths)
-        self._rows = array("d")
+            self._assign_table_rows(lengths)
+        self._table = array("d")
         for k, dtype in self._row_sources:
-            self._rows.extend(row(groups[k].step, dtype))
-        numbers = (t for group in groups for t in (group.step.lr, *group.step.clip, *(group.step.momentum or ())))
+            self._table.extend(table_row(groups[k].hparams, dtype))
+        numbers = (
+            t for group in groups for t in (group.hparams.lr, *group.hparams.clip, *(group.hparams.momentum or ()))
+        )
         fixed = not any(isinstance(t, Tensor) for t in numbers)
-        self._steps = [group.step for group in groups] if fixed else []
-        return StepRows(self._rows, self._row_of_param)
+        self._last_hparams = [group.hparams for group in groups] if fixed else []
+        return StepTable(self._table, self._row_of_param)
 
-    def _assign_rows(self, lengths: list[int]) -> None:
-        """One row for every group and type of arithmetic in it."""
+    def _assign_table_rows(self, lengths: list[int]) -> None:
+        """Allocate one row of the step table for every pair of a group and a compute type that occurs in it."""
         self._lengths, self._row_sources, self._row_of_param = lengths, [], array("i")
         for k, length in enumerate(lengths):
             start = len(self._row_of_param)

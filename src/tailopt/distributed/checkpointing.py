@@ -238,7 +238,7 @@ class CheckpointCoordinator:
         def meta(parts: list[dict[str, Any]]) -> dict[str, Any]:
             return {**merged_meta(names, buffers, average, parts), **more}
 
-        multi_writer.finish(folder, *moment, self.ranks.count, meta, self.run.checkpoint_writer)
+        multi_writer.finish(folder, *moment, self.ranks.count, meta, self.run.checkpoint_origin)
 
     def resume(self, node: Node) -> tuple[Snapshot, Path] | None:
         """The newest checkpoint that is sound on all nodes, or None where there is none at all.

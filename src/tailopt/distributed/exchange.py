@@ -49,7 +49,7 @@ from tailopt.rounds.mean import BufferMean
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.robust import Aggregate
 from tailopt.rounds.settle import Settlement, settle
-from tailopt.rules.rule import Hyperparameters, Rule, State
+from tailopt.rules.rule import Hyperparameters, ParamState, Rule
 
 CHECKPOINT_ON_ALL_NODES = "Call checkpoint() on every node, after the same step."
 
@@ -209,7 +209,7 @@ class Exchange:
             (self._mean,), self._pending = mean_function([[row] for row in rows]), None
 
     async def take_outer_step(
-        self, x: Tensor, states: Sequence[State], rule: Rule, hparams: Hyperparameters, radius: float | None
+        self, x: Tensor, states: Sequence[ParamState], rule: Rule, hparams: Hyperparameters, radius: float | None
     ) -> None:
         """Take the mean and the outer step on this node's partition of x, and give all nodes the new weights.
 

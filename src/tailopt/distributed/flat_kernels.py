@@ -36,7 +36,7 @@ from tailopt.distributed.layout import Segment
 from tailopt.native import library
 from tailopt.native.calls import addresses, sizes
 from tailopt.native.flat import DescentPieces, Pieces, WeightedSum
-from tailopt.rules.rule import Hyperparameters, Rule, State, value_for_param
+from tailopt.rules.rule import Hyperparameters, ParamState, Rule, value_for_param
 from tailopt.rules.sgd import AVG, NESTEROV, SGD
 
 PIECE = 1 << 18  # elements that torch scales at once: what stays in the cache is not written back
@@ -263,7 +263,7 @@ def _mean(rows: Sequence[Tensor], shares: Sequence[float], total_share: float, n
 def mean_and_sgd_step(
     rule: Rule,
     x: Tensor,
-    states: Sequence[State],
+    states: Sequence[ParamState],
     numbers: Hyperparameters,
     rows: Rows,
     pieces: Sequence[tuple[int, int]],

@@ -26,7 +26,7 @@ from tailopt.optimizers.exact_state import load_exact_state
 from tailopt.rounds.gradient_statistics import GradientRecorder, clipped_by_step
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.hyperparameters import RuleHyperparameters
-from tailopt.rules.rule import Hyperparameters, State
+from tailopt.rules.rule import Hyperparameters, ParamState
 
 
 class LocalRound:
@@ -75,7 +75,7 @@ class LocalRound:
         """Seconds since the local steps began."""
         return time.perf_counter() - self._began
 
-    def clear(self, initial_states: Sequence[State] | None) -> None:
+    def clear(self, initial_states: Sequence[ParamState] | None) -> None:
         """Forget the steps of the last round: the first half of a new round, also where this node takes no part in it.
 
         Where the inner state is not kept, it becomes `initial_states`, or empty if there are none.

@@ -39,7 +39,7 @@ from tailopt.engines.model_state import Buffers
 from tailopt.engines.simulate import algorithm_config
 from tailopt.records.run_config import storable
 from tailopt.rounds import robust
-from tailopt.rounds.auto_thresholds import RoundThresholds
+from tailopt.rounds.auto_thresholds import AutoThresholdsByLevel
 from tailopt.rounds.drops import DROPPED
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.hyperparameters import AlgorithmHyperparameters, outer_hyperparameters
@@ -160,7 +160,7 @@ class NestedOptimizer(Optimizer):
         agreed = None if settings is None else settings.outer
         self._outer = agreed or outer_hyperparameters(outer, outer_settings or {}, names)
         inner_thresholds = None if settings is None else settings.inner.auto_thresholds
-        self._auto_thresholds = RoundThresholds(inner_thresholds, self._outer.auto_thresholds)
+        self._auto_thresholds = AutoThresholdsByLevel(inner_thresholds, self._outer.auto_thresholds)
         group = node_group(mesh)
         rank_group(group, params)  # result unused: its checks reject an invalid mesh before the first message
         transport = GlooTransport.of(group, timeout, stall_timeout)
@@ -323,7 +323,7 @@ class NestedOptimizer(Optimizer):
     @property
     def thresholds(self) -> tuple[str, ...]:
         """What "auto" has chosen, a line for each level; empty during calibration."""
-        return self._auto_thresholds.choices
+        return self._auto_thresholds.choice_messages
 
     @property
     def finished(self) -> bool:

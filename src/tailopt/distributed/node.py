@@ -16,7 +16,7 @@ from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.mesh import local_tensor, rank_group
 from tailopt.distributed.weight_sync import AT_FAULT, other_weights
 from tailopt.engines.model_state import Buffers, as_real
-from tailopt.rounds.auto_thresholds import NO_AUTO_THRESHOLDS, RoundThresholds
+from tailopt.rounds.auto_thresholds import NO_AUTO_THRESHOLDS, AutoThresholdsByLevel
 from tailopt.rounds.drops import DROPPED
 from tailopt.rounds.gradient_statistics import GradientRecorder
 from tailopt.rounds.hyperparameters import RuleHyperparameters
@@ -24,7 +24,7 @@ from tailopt.rounds.participants import Participants
 from tailopt.rounds.policy import RoundPolicy
 from tailopt.rounds.round import DivergedState
 from tailopt.rules.adam import initial_adam_state
-from tailopt.rules.rule import State
+from tailopt.rules.rule import ParamState
 
 
 class Node:
@@ -50,7 +50,7 @@ class Node:
         params: Sequence[Tensor],
         buffers: Buffers | None,
         average: bool = False,
-        auto_thresholds: RoundThresholds = NO_AUTO_THRESHOLDS,
+        auto_thresholds: AutoThresholdsByLevel = NO_AUTO_THRESHOLDS,
     ) -> None:
         self.auto_thresholds = auto_thresholds
         self.params = list(params)
@@ -62,7 +62,7 @@ class Node:
         ranks = None if inside is None else GlooTransport.of(inside)
         self.exchange = Exchange(transport, list(names), shapes, dtypes, ranks, self.params)
         self.x = flat_kernels.alloc_huge_pages(self.exchange.layout.total, self.exchange.dtype)
-        self.outer_state: list[State] = [{} for _ in self.exchange.own_segments]
+        self.outer_state: list[ParamState] = [{} for _ in self.exchange.own_segments]
         self.average: Tensor | None = torch.zeros_like(self.x) if average else None
         self.round = 0
         self.diverged_state: DivergedState | None = None
@@ -215,7 +215,7 @@ class Node:
         blocking(self.exchange.all_gather_verified(flat))
         self.second_moment = flat
 
-    def states_with_second_moment(self, adam_step: int) -> list[State]:
+    def states_with_second_moment(self, adam_step: int) -> list[ParamState]:
         """Return the state of an inner Adam that starts with the outer second moment, after so many steps of Adam."""
         assert self.second_moment is not None
         moments = self.exchange.layout.views(self.second_moment, self.exchange.shapes)

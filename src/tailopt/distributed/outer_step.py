@@ -14,7 +14,7 @@ from torch import Tensor
 from tailopt.clipping.step_cache import StepCache
 from tailopt.distributed import flat_kernels
 from tailopt.rounds.block_norm import BLOCK
-from tailopt.rules.rule import Hyperparameters, Rule, State, value_for_param
+from tailopt.rules.rule import Hyperparameters, ParamState, Rule, value_for_param
 
 PIECE = 4 * BLOCK  # elements: the four arrays of an outer rule then fit the cache of a core
 
@@ -46,7 +46,7 @@ class PendingMean:
         self,
         rule: Rule,
         x: Tensor,
-        states: Sequence[State],
+        states: Sequence[ParamState],
         hparams: Hyperparameters,
         segment_ranges: Sequence[tuple[int, int]],
     ) -> bool:
@@ -65,7 +65,7 @@ def outer_step(
     rule: Rule,
     weights: Sequence[Tensor],
     means: Sequence[Tensor],
-    states: Sequence[State],
+    states: Sequence[ParamState],
     hparams: Hyperparameters,
     negated: NegatedPiece = negate_piece,
     cache: StepCache | None = None,

@@ -27,7 +27,7 @@ from tailopt.rounds.gradient_statistics import (
     over_ranks,
     unpacked,
 )
-from tailopt.rules.rule import State
+from tailopt.rules.rule import ParamState
 from tailopt.thresholds import Norms, Statistics
 
 
@@ -56,7 +56,7 @@ class StatisticsExchange:
         return [unpacked(row, recorder.kind) for row in self._over_ranks(rows, recorder.kind)]
 
     async def of_outer_step(
-        self, mean: Tensor, states: Sequence[State], thresholds: AutoThresholds
+        self, mean: Tensor, states: Sequence[ParamState], thresholds: AutoThresholds
     ) -> list[Statistics]:
         """What an outer step clipped, after it.
 

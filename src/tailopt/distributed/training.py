@@ -18,7 +18,7 @@ from tailopt.algorithms import Algorithm
 from tailopt.distributed.nested_optimizer import NestedOptimizer
 from tailopt.engines.batches import DatasetBatches, LossFunction
 from tailopt.engines.engine import Evaluate
-from tailopt.engines.model_state import trainable
+from tailopt.engines.model_state import trainable_parameters
 from tailopt.engines.replay import continued_digests, recorded_digests, tensor_digests
 from tailopt.engines.sequential import seed_python_and_numpy, seed_torch
 from tailopt.evaluation import evaluating
@@ -126,7 +126,8 @@ class _RoundLogger:
         on_row: Callable[[dict[str, Any]], None],
     ) -> None:
         self._model, self._plan, self._run, self._on_row = model, plan, run, on_row
-        self._names, self._params = trainable(model)
+        trained = trainable_parameters(model)
+        self._names, self._params = list(trained), list(trained.values())
         self._digests: Ledger | None = None
         if run is not None and is_run(run):
             recorded_digests(run).lines()  # checked before the first round rather than after it

@@ -23,7 +23,7 @@ from tailopt.engines.captured_mean import mean_displacements
 from tailopt.engines.captured_steps import CapturedPrograms, CapturedSteps
 from tailopt.engines.configuration_mean import NodeMean, all_finite, like
 from tailopt.engines.configuration_settings import ConfigurationHyperparameters
-from tailopt.engines.model_state import Buffers, as_real, trainable
+from tailopt.engines.model_state import Buffers, as_real, trainable_parameters
 from tailopt.engines.routes import CHOICES, COMPILED, VMAP, Route
 from tailopt.engines.sequential import PRECISIONS
 from tailopt.engines.sequential import _with_location as with_location
@@ -35,7 +35,7 @@ from tailopt.rounds.guard import NOT_FINITE
 from tailopt.rounds.hyperparameters import AlgorithmHyperparameters
 from tailopt.rounds.policy import RoundPolicy
 from tailopt.rules.adam import initial_adam_state
-from tailopt.rules.rule import State
+from tailopt.rules.rule import ParamState
 
 PLAIN = Route(VMAP, "all configurations and nodes as one program")
 Measure = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -143,9 +143,10 @@ class ConfigurationBatch:
         self._model = self._models[0]
         if not self._model.training:  # otherwise the modes are the user's: a frozen BatchNorm stays frozen
             self._model.train()
-        self.names, self._params = trainable(self._model)
+        trained = trainable_parameters(self._model)
+        self.names, self._params = list(trained), list(trained.values())
         self._program = StackedModel(self._model, task.loss, PRECISIONS[task.precision], configurations=True)
-        starts = [[as_real(p.detach()) for p in trainable(model)[1]] for model in self._models]
+        starts = [[as_real(p.detach()) for p in trainable_parameters(model).values()] for model in self._models]
         each = [AlgorithmHyperparameters(a, task.schedules, self.names) for a in algorithms]
         self._hparams = ConfigurationHyperparameters(each, starts[0])
         self._x = [
@@ -158,7 +159,8 @@ class ConfigurationBatch:
         self._outer.begin_alike([{} for _ in self._x], len(self._models))
         self._first_route = route
         self._captured = CapturedSteps(self._program, self._inner, programs) if route.name == COMPILED else None
-        self._kept: dict[tuple[int, int], list[State]] = {}  # inner states by replica and node, of all configurations
+        # optimizer states by replica and node, of all configurations
+        self._kept: dict[tuple[int, int], list[ParamState]] = {}
         self._stack: list[Tensor] = []
         self._ahead: dict[int, _Begun] = {}  # of the next round
         self._shares: tuple[Any, Tensor] | None = None  # the last ones, and as a tensor
@@ -318,7 +320,7 @@ class ConfigurationBatch:
         if algorithm.inner_state == "keep":
             self._inner.begin([self._kept.get(member, [{} for _ in self._x]) for member in members])
             return
-        states: list[State] = [{} for _ in self._x]
+        states: list[ParamState] = [{} for _ in self._x]
         if algorithm.send_preconditioner and t > 1:
             step, nodes = 0 if algorithm.send_preconditioner == "raw" else t - 1, len(members) // len(self._models)
             for i, (w, v) in enumerate(zip(map(as_real, self._stack), self._outer.tensors("exp_avg_sq"), strict=True)):
@@ -409,7 +411,7 @@ def _for_nodes(values: Tensor, nodes: int) -> Tensor:
     return values.repeat_interleave(nodes, dim=0)
 
 
-def _copied(states: Sequence[State]) -> list[State]:
+def _copied(states: Sequence[ParamState]) -> list[ParamState]:
     return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in s.items()} for s in states]
 
 

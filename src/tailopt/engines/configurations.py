@@ -25,7 +25,7 @@ from tailopt.engines.configuration_rounds import ConfigurationBatch, Configurati
 from tailopt.engines.configuration_settings import check_one_algorithm
 from tailopt.engines.loop import Reporting
 from tailopt.engines.memory_plan import MemoryPlan, available, is_out_of_memory, planned
-from tailopt.engines.model_state import trainable
+from tailopt.engines.model_state import trainable_parameters
 from tailopt.engines.routes import SEQUENTIAL, Route, VmapRefused, chosen_route
 from tailopt.engines.simulate import RunFolderOptions, Simulation, restoring_global_rng
 from tailopt.optimizers.auto_thresholds import is_auto
@@ -65,7 +65,7 @@ class ConfigurationsResult:
     @torch.no_grad()
     def load_into(self, model: torch.nn.Module, configuration: int) -> None:
         """Load the weights and buffers of one configuration into a model."""
-        own = dict(zip(*trainable(model), strict=True))
+        own = trainable_parameters(model)
         for name, stacked in self.weights.items():
             own[name].copy_(stacked[configuration])
         buffers = dict(model.named_buffers())
@@ -349,7 +349,7 @@ def _simulated(
 
 
 def _trained(model: torch.nn.Module) -> dict[str, Tensor]:
-    return dict(zip(*trainable(model), strict=True))
+    return dict(trainable_parameters(model))
 
 
 def _buffers(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import torch
 
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.round import Contribution, DivergedState, GlobalState, RoundResult
-from tailopt.rules.rule import State
+from tailopt.rules.rule import ParamState
 
 Evaluate = Callable[[torch.nn.Module], Mapping[str, Any]]
 
@@ -19,13 +19,13 @@ class Engine(Protocol):
 
     Attributes:
         steps_done: local steps that every node has taken since the run began.
-        inner_states: the inner optimizer's state of every node that keeps one.
+        optimizer_states: the inner optimizer's state of every node that keeps one.
         diverged_states: of every node that continues from weights of its own.
         repeatability_probe: a digest of the last round's first batch, to be compared when a run is resumed.
     """
 
     steps_done: list[int]
-    inner_states: dict[int, list[State]]
+    optimizer_states: dict[int, list[ParamState]]
     diverged_states: dict[int, DivergedState]
     repeatability_probe: dict[str, Any]
 
@@ -40,7 +40,10 @@ class Engine(Protocol):
         """
 
     def load_into_model(self, state: GlobalState) -> None:
-        """Load the global weights and buffers into the model; no contribution is used any more."""
+        """Load the global weights and buffers into the model.
+
+        This overwrites the memory that a contribution may alias: call it when no contribution is needed any more.
+        """
 
     def keep_node_states(self, result: RoundResult) -> None:
         """Take over what nodes keep after a round."""

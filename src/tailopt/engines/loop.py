@@ -23,7 +23,7 @@ from tailopt.progress import RoundProgress
 from tailopt.records import checkpoints
 from tailopt.records.folder import Run
 from tailopt.records.lock import LostLock
-from tailopt.rounds.auto_thresholds import RoundThresholds
+from tailopt.rounds.auto_thresholds import AutoThresholdsByLevel
 from tailopt.rounds.drops import DROPPED
 from tailopt.rounds.hyperparameters import RuleHyperparameters
 from tailopt.rounds.policy import RoundPolicy
@@ -69,8 +69,8 @@ class Loop:
     Args:
         engine: produces the displacements.
         policy: of the rounds.
-        outer_schedule: the outer rule, with its hyperparameters in every round.
-        thresholds: those of both rules that are "auto".
+        outer_hyperparameters: the outer rule and its hyperparameters in every round.
+        auto_thresholds: the thresholds of both rules that are "auto".
         reporting: what is shown and written.
         run: the run folder, or None.
     """
@@ -79,8 +79,8 @@ class Loop:
         self,
         engine: Engine,
         policy: RoundPolicy,
-        outer_schedule: RuleHyperparameters,
-        thresholds: RoundThresholds,
+        outer_hyperparameters: RuleHyperparameters,
+        auto_thresholds: AutoThresholdsByLevel,
         reporting: Reporting,
         run: Run | None = None,
     ) -> None:
@@ -88,7 +88,7 @@ class Loop:
         self.rounds = policy.rounds
         self.history: list[dict[str, Any]] = []
         self._engine, self._policy, self._reporting, self._run = engine, policy, reporting, run
-        self._outer_schedule, self._thresholds = outer_schedule, thresholds
+        self._outer_hyperparameters, self._auto_thresholds = outer_hyperparameters, auto_thresholds
         self._outer_cache = StepCache()
         self._in_outer_step = False  # while the state has parts of two rounds
         self._state_is_ahead = False  # while the state contains a round whose row is not in the history yet
@@ -101,8 +101,8 @@ class Loop:
         if snapshot is None:
             run.require_no_rows()
             return
-        restore(snapshot, state, self._engine, self._thresholds)
-        self._engine.check_repeatable()  # before anything is dropped
+        restore(snapshot, state, self._engine, self._auto_thresholds)
+        self._engine.check_repeatable()  # before newer checkpoints and rows are deleted
         checkpoints.rewind(run.path, state.round)
         run.rewind(state.round, snapshot.provenance and snapshot.provenance.history_chain)
         self.history = run.history()
@@ -114,6 +114,7 @@ class Loop:
 
     def go(self, state: GlobalState) -> None:
         """Run until `rounds` are done, or until something stops it; then the model has the last whole round."""
+        # the round of the last checkpoint; -1 in a run that begins: its state before round 1 is saved first
         saved = state.round if self.history or state.round else -1
         every = self._reporting.checkpoint_every
         try:
@@ -138,7 +139,8 @@ class Loop:
                 raise error.ending_run(last) from None
             raise
         finally:
-            # during an outer step it is the model that has the last whole round, and no longer the state
+            # If an outer step was interrupted, `state` is half updated, but the model still holds the last finished
+            # round, and must not be overwritten.
             if not self._in_outer_step:
                 self._engine.load_into_model(state)
 
@@ -146,7 +148,7 @@ class Loop:
         began = time.perf_counter()
         t, policy = state.round + 1, self._policy
         participants, lost = policy.draw(t), policy.draw_drops(t)
-        hparams, thresholds_entry = self._outer_schedule.at(t), self._thresholds.history_entry()
+        hparams, auto_thresholds_entry = self._outer_hyperparameters.at(t), self._auto_thresholds.history_entry()
         with torch.no_grad():
             mean = RoundMean(state, participants, policy, lost)
             diverging = lost if policy.dropped_nodes_diverge else ()
@@ -156,11 +158,11 @@ class Loop:
             trained = time.perf_counter()
             self._engine.load_into_model(state)  # so that an outer step that is interrupted can be undone
             self._in_outer_step = self._state_is_ahead = True
-            finish_round(state, result, self._outer_schedule.rule, hparams, policy, self._outer_cache)
+            finish_round(state, result, self._outer_hyperparameters.rule, hparams, policy, self._outer_cache)
             self._in_outer_step = False
-            self._update_thresholds(state, result)
+            self._update_auto_thresholds(state, result)
         self._engine.keep_node_states(result)
-        row = {**self._row(state, result), **thresholds_entry}
+        row = {**self._row(state, result), **auto_thresholds_entry}
         if self._run is not None:
             self._run.append(row, {"local": trained - began, "round_seconds": time.perf_counter() - began})
         self.history.append(row)
@@ -170,12 +172,13 @@ class Loop:
                 self._warn(f"Round {t} goes on without {excluded}.")
         return row
 
-    def _update_thresholds(self, state: GlobalState, result: RoundResult) -> None:
+    def _update_auto_thresholds(self, state: GlobalState, result: RoundResult) -> None:
         """Compute the next round's thresholds, where they are "auto", from what this round clipped."""
-        thresholds = self._thresholds
-        outer = [] if thresholds.outer is None else statistics_of_outer_step(state, result, thresholds.outer)
-        for text in thresholds.update_from(result.settlement, result.threshold_statistics, outer):
-            if text not in thresholds.choices:
+        levels = self._auto_thresholds
+        outer = [] if levels.outer is None else statistics_of_outer_step(state, result, levels.outer)
+        for text in levels.update_from(result.settlement, result.threshold_statistics, outer):
+            # any other text says that nothing could be chosen: every gradient so far was zero or not finite
+            if text not in levels.choice_messages:
                 self._warn(text)
             elif self._run is not None:
                 self._run.log(text)
@@ -198,7 +201,7 @@ class Loop:
             return state.round
         self._run.check_lock()
         self._run.sync()
-        save(self._run, state, self._engine, self._thresholds)
+        save(self._run, state, self._engine, self._auto_thresholds)
         checkpoints.prune(self._run.path, self._reporting.keep)
         return state.round
 
@@ -206,7 +209,8 @@ class Loop:
         """Save the last whole round of a run that an error ends, and log the error; returns the round that is saved."""
         if self._run is None or isinstance(error, LostLock):  # a lost lock: the folder belongs to another process
             return saved
-        # while a round is being finished the state is ahead of the history: the last checkpoint stands then
+        # `state` may contain a round that has no row in the history yet. It is not saved then, and the last checkpoint
+        # stays the newest.
         recorded = self.history[-1]["round"] if self.history else 0
         whole = state.round == recorded and not self._state_is_ahead
         if whole and state.round > saved and not isinstance(error, checkpoints.DamagedCheckpoint):

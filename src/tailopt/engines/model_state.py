@@ -26,7 +26,8 @@ class ModelState:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.names, self.params = trainable(model)
+        trained = trainable_parameters(model)
+        self.names, self.params = list(trained), list(trained.values())
         self._flat = flatten_in_place(self.params)
         self.weights = [as_real(p.detach()) for p in self.params]
         self.buffers = Buffers(model)
@@ -57,7 +58,10 @@ class ModelState:
             torch._foreach_copy_(self.weights, state.weights)
 
     def weights_in_own_types(self, state: GlobalState) -> Sequence[Tensor]:
-        """Return the global weights in the parameters' own types, right after `load`; copies where types differ."""
+        """Return the global weights, each in the type of its parameter. Call it directly after `load`.
+
+        A tensor is copied only where the type of its parameter differs from the compute type.
+        """
         if self._flat is not None:
             return state.weights
         return [w if w.dtype == p.dtype else p.clone() for p, w in zip(self.weights, state.weights, strict=True)]
@@ -107,10 +111,9 @@ class Buffers:
             getattr(module, key).copy_(values[name])
 
 
-def trainable(model: torch.nn.Module) -> tuple[list[str], list[torch.nn.Parameter]]:
-    """Return names and parameters that are trained; a tied one counts once."""
-    pairs = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return [name for name, _ in pairs], [p for _, p in pairs]
+def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters that require a gradient, by name; a tied one counts once."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def as_real(x: Tensor) -> Tensor:

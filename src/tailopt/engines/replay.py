@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tailopt.algorithms import Algorithm
-from tailopt.engines.model_state import trainable
+from tailopt.engines.model_state import trainable_parameters
 from tailopt.engines.simulate import simulate
 from tailopt.records import history
 from tailopt.records.folder import Run
@@ -51,7 +51,7 @@ def recorded_digests(folder: Path) -> Ledger:
     """Return the digests of a run, checked when they are read; those of runs older than seals are not checked."""
     path, identity = folder / DIGESTS, Run.open(folder).identity
     ledger = Ledger(path, None if identity is None else identity.id)
-    of_older_version = identity is None or identity.chain_at_adoption is not None
+    of_older_version = identity is None or identity.history_chain_when_id_was_given is not None
     unsealed = not ledger.seal.exists() and (of_older_version or not path.exists())
     return Ledger(path, None) if unsealed else ledger
 
@@ -86,12 +86,12 @@ def replay(
     rounds = max(by_round, default=0)
     if not rounds:
         raise ValueError(f"{folder} has no finished round to replay.")
-    names, _ = trainable(model)
+    names = list(trainable_parameters(model))
     differences: list[Difference | None] = []
 
     def compare(net: torch.nn.Module) -> dict[str, float]:
         t = len(differences) + 1
-        recorded, replayed = by_round.get(t, {}), tensor_digests(names, trainable(net)[1])
+        recorded, replayed = by_round.get(t, {}), tensor_digests(names, list(trainable_parameters(net).values()))
         name = next((name for name in names if recorded.get(name) != replayed[name]), None)
         difference = None if name is None else Difference(t, name, recorded.get(name, "nothing"), replayed[name])
         differences.append(difference)

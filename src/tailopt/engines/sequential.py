@@ -1,7 +1,7 @@
 """Nodes one after another on one model: the memory of one node, however many there are.
 
 A node starts from the global weights, takes its local steps, and the model's memory then becomes its displacement. The
-inner states that nodes keep wait in host memory.
+optimizer states that nodes keep wait in host memory.
 
 Before every local step torch's global generator is seeded by (seed, round, node, step), and Python's and numpy's before
 every node's round, so that dropout and augmentations do not depend on what ran before.
@@ -33,7 +33,7 @@ from tailopt.rounds.hyperparameters import RuleHyperparameters
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.round import Contribution, DivergedState, GlobalState, RoundResult
 from tailopt.rules.adam import initial_adam_state
-from tailopt.rules.rule import Hyperparameters, State
+from tailopt.rules.rule import Hyperparameters, ParamState
 from tailopt.seeds import derive_seed, step_seed
 
 PRECISIONS = {None: None, "fp32": None, "bf16": torch.bfloat16}
@@ -45,7 +45,7 @@ class LocalTraining:
 
     Args:
         algorithm: whose inner rule takes the steps.
-        inner_schedule: that rule, with its hyperparameters in every round and local step.
+        inner_hyperparameters: that rule and its hyperparameters in every round and local step.
         loss: (model, batch) -> a scalar tensor.
         batches: of every node.
         seed: of the run.
@@ -57,7 +57,7 @@ class LocalTraining:
     """
 
     algorithm: Algorithm
-    inner_schedule: RuleHyperparameters
+    inner_hyperparameters: RuleHyperparameters
     loss: LossFunction
     batches: BatchSource
     seed: int
@@ -73,7 +73,7 @@ class Sequential:
 
     Attributes:
         steps_done: local steps that every node has taken since the run began.
-        inner_states: of every node that keeps one, on the CPU.
+        optimizer_states: the inner optimizer's state of every node that keeps one, on the CPU.
         diverged_states: weights and buffers of every node that continues from its own, on the CPU.
         repeatability_probe: the first batch of the last finished round, as (node, round, taken, digest): a run
             that is resumed asks for it again, and its digest must be the same.
@@ -88,7 +88,7 @@ class Sequential:
         self._model_state = ModelState(model)
         self._step_cache = StepCache()
         self.steps_done = [0] * training.batches.nodes
-        self.inner_states: dict[int, list[State]] = {}
+        self.optimizer_states: dict[int, list[ParamState]] = {}
         self.diverged_states: dict[int, DivergedState] = {}
         self.repeatability_probe: dict[str, Any] = {}
         self._pending_probe: dict[str, Any] = {}  # of the round that is under way
@@ -117,14 +117,15 @@ class Sequential:
         if diverged is not None:  # its displacement is still measured from the global weights
             model_state.load_diverged(diverged)
         steps_done, steps = self.steps_done[node], training.batches.steps(node)
-        inner = self._inner_states(state, node)
+        optimizer_state = self._optimizer_state_at_start(state, node)
         # a node that did not start from the global weights may have come from anywhere: nothing bounds it
-        movement_bound = training.inner_schedule.bound(t, steps_done, steps) if diverged is None else Bound(None)
-        tensors, auto_thresholds = len(model_state.params), training.inner_schedule.auto_thresholds
-        statistics_recorder = StatisticsRecorder("counts", tensors) if training.statistics else None
-        threshold_recorder = None if auto_thresholds is None else auto_thresholds.recorder(tensors)
-        losses = self._local_steps(node, t, steps, inner, statistics_recorder, threshold_recorder)
+        movement_bound = training.inner_hyperparameters.bound(t, steps_done, steps) if diverged is None else Bound(None)
+        n_params, auto_thresholds = len(model_state.params), training.inner_hyperparameters.auto_thresholds
+        statistics_recorder = StatisticsRecorder("counts", n_params) if training.statistics else None
+        threshold_recorder = None if auto_thresholds is None else auto_thresholds.recorder(n_params)
+        losses = self._local_steps(node, t, steps, optimizer_state, statistics_recorder, threshold_recorder)
         diverged_state = model_state.diverged_state() if diverges else None
+        keeps_state = training.algorithm.inner_state == "keep"
         delta, flat = model_state.take_displacement(state, start)
         return Contribution(
             node=node,
@@ -135,9 +136,9 @@ class Sequential:
             loss=_mean(losses),
             movement_bound=movement_bound,
             steps=steps,
-            inner_state=[copied_to(s, "cpu") for s in inner] if training.algorithm.inner_state == "keep" else None,
+            optimizer_state=[copied_to(s, "cpu") for s in optimizer_state] if keeps_state else None,
             diverged_state=diverged_state,
-            statistics=None if statistics_recorder is None else statistics_recorder.take(tensors),
+            statistics=None if statistics_recorder is None else statistics_recorder.take(n_params),
             threshold_statistics=None if threshold_recorder is None else threshold_recorder.statistics(),
         )
 
@@ -146,12 +147,13 @@ class Sequential:
         node: int,
         t: int,
         steps: int,
-        inner: Sequence[State],
+        optimizer_state: Sequence[ParamState],
         statistics_recorder: StatisticsRecorder | None,
         threshold_recorder: GradientRecorder | None,
     ) -> list[Tensor]:
         """Take the local steps of a node's round; returns their losses."""
-        params, steps_done, at = self._model_state.params, self.steps_done[node], self._training.inner_schedule.at
+        params, steps_done = self._model_state.params, self.steps_done[node]
+        hparams_at = self._training.inner_hyperparameters.at
         seed = derive_seed(self._seed, "model", t, node)
         seed_python_and_numpy(seed)
         batches = self._training.batches.batches(node, t, steps_done, steps)
@@ -166,18 +168,18 @@ class Sequential:
                 losses.append(self._backward(to_device(batch, self._device), params))
             except Exception as error:
                 raise _with_location(error, node, t, step) from error.__cause__
-            self._inner_step(params, inner, at(t, steps_done + step), statistics_recorder)
+            self._inner_step(params, optimizer_state, hparams_at(t, steps_done + step), statistics_recorder)
             if threshold_recorder is not None:
-                self._record_clipped(params, inner, threshold_recorder, steps_done + step)
+                self._record_clipped(params, optimizer_state, threshold_recorder, steps_done + step)
         for p in params:
             p.grad = None
         return losses
 
-    def _inner_states(self, state: GlobalState, node: int) -> list[State]:
+    def _optimizer_state_at_start(self, state: GlobalState, node: int) -> list[ParamState]:
         """Return the inner optimizer's state with which a node starts its round."""
         algorithm, weights = self._training.algorithm, self._model_state.weights
-        if algorithm.inner_state == "keep" and node in self.inner_states:
-            return [copied_to(s, self._device) for s in self.inner_states[node]]
+        if algorithm.inner_state == "keep" and node in self.optimizer_states:
+            return [copied_to(s, self._device) for s in self.optimizer_states[node]]
         if algorithm.send_preconditioner and state.round:
             # raw: the algorithm turns off the correction of the second moment, so Adam counts its steps from 0
             step = 0 if algorithm.send_preconditioner == "raw" else state.round
@@ -203,7 +205,7 @@ class Sequential:
     def _inner_step(
         self,
         params: Sequence[torch.nn.Parameter],
-        states: Sequence[State],
+        states: Sequence[ParamState],
         hparams: Hyperparameters,
         statistics_recorder: StatisticsRecorder | None,
     ) -> None:
@@ -217,20 +219,24 @@ class Sequential:
             hparams = {k: [v[i] for i in moving] if isinstance(v, list) else v for k, v in hparams.items()}
             weights, states = [weights[i] for i in moving], [states[i] for i in moving]
         if statistics_recorder is not None:
-            thresholds = self._training.inner_schedule.rule.thresholds(weights, grads, hparams)
+            thresholds = self._training.inner_hyperparameters.rule.thresholds(weights, grads, hparams)
             for i, g, of_tensor in zip(moving, grads, thresholds, strict=True):
                 count_in_torch(g.coalesce() if g.is_sparse else g, i, of_tensor, statistics_recorder.counters(g.device))
         if weights:
-            self._training.inner_schedule.rule.step(weights, grads, states, hparams, self._step_cache)
+            self._training.inner_hyperparameters.rule.step(weights, grads, states, hparams, self._step_cache)
 
     def _record_clipped(
-        self, params: Sequence[torch.nn.Parameter], states: Sequence[State], recorder: GradientRecorder, steps_done: int
+        self,
+        params: Sequence[torch.nn.Parameter],
+        states: Sequence[ParamState],
+        recorder: GradientRecorder,
+        steps_done: int,
     ) -> None:
         """Record what a step clipped, from which thresholds that are "auto" follow."""
-        assert self._training.inner_schedule.auto_thresholds is not None
+        assert self._training.inner_hyperparameters.auto_thresholds is not None
         moving = [i for i, p in enumerate(params) if p.grad is not None]
         grads = [as_real(g) for p in params if (g := p.grad) is not None]
-        momentum = self._training.inner_schedule.auto_thresholds.momentum
+        momentum = self._training.inner_hyperparameters.auto_thresholds.momentum
         recorder.add(moving, clipped_by_step(grads, [states[i] for i in moving], momentum), steps_done)
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -241,17 +247,17 @@ class Sequential:
     def keep_node_states(self, result: RoundResult) -> None:
         """Take over what the nodes keep after a round.
 
-        The steps of every participant count. A node that the guard or a robust mean excluded keeps the inner state from
-        before the round; one whose contribution was lost keeps its new one.
+        The steps of every participant count. A node that the guard or a robust mean excluded keeps the optimizer state
+        from before the round; one whose contribution was lost keeps its new one.
         """
-        # The probe is that of a finished round. Where a round fails on bad data, the user may repair them and resume: a
-        # probe of that round would refuse the repaired data.
+        # The probe is stored only now that its round has finished. If a round fails on bad data and the user repairs
+        # them, a probe of that round would wrongly refuse the resume.
         self.repeatability_probe = self._pending_probe
         for node, steps in result.settlement.steps.items():
             self.steps_done[node] += steps
             self.diverged_states.pop(node, None)
         self.diverged_states.update(result.node_states.diverged_states)
-        self.inner_states.update(result.node_states.inner_states)
+        self.optimizer_states.update(result.node_states.optimizer_states)
 
     def evaluate(self, state: GlobalState, function: Callable[[torch.nn.Module], Mapping[str, Any]]) -> dict[str, Any]:
         """Return the user's metrics of the global model, in evaluation mode."""
@@ -317,7 +323,7 @@ def seed_python_and_numpy(value: int) -> None:
 COUNTERS = frozenset({"step", "mu_product"})
 
 
-def copied_to(state: State, device: torch.device | str) -> State:
+def copied_to(state: ParamState, device: torch.device | str) -> ParamState:
     """Copy a parameter's state to a device; counters stay on the CPU, where torch's optimizers want them."""
 
     def copied(key: str, value: Any) -> Any:

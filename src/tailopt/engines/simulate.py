@@ -18,7 +18,7 @@ from tailopt.arguments import check_choice, check_counts, check_flags, check_fun
 from tailopt.engines.batches import BatchFunction, BatchSource, DatasetBatches, FunctionBatches, LossFunction
 from tailopt.engines.engine import Evaluate
 from tailopt.engines.loop import Loop, Reporting
-from tailopt.engines.model_state import ModelState, trainable
+from tailopt.engines.model_state import ModelState, trainable_parameters
 from tailopt.engines.routes import chosen_route
 from tailopt.engines.sequential import PRECISIONS, LocalTraining, Sequential
 from tailopt.engines.vectorized import Vectorized
@@ -190,7 +190,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class RunFolderOptions:
-    """Where a simulation is recorded, and what the folder's configuration says beside what decides the bits.
+    """Where a simulation is recorded, and the config entries that are stored beside those that determine the results.
 
     Args:
         folder: the run folder, or None.
@@ -234,9 +234,10 @@ class Simulation:
                 "Use a map-style dataset without a sampler, or leave `run` out."
             )
         device = torch.device(self.device) if self.device is not None else next(self.model.parameters()).device
-        hyperparameters = AlgorithmHyperparameters(self.algorithm, self.schedules, trainable(self.model)[0])
+        names = list(trainable_parameters(self.model))
+        hyperparameters = AlgorithmHyperparameters(self.algorithm, self.schedules, names)
         hyperparameters.check_first_round()
-        thresholds = hyperparameters.thresholds
+        auto_thresholds = hyperparameters.auto_thresholds
         working = (self.model if inplace else copy.deepcopy(self.model)).to(device)
         modes = modes_of(working)
         try:
@@ -247,27 +248,33 @@ class Simulation:
                 config = self._config(reporting.statistics, records)
                 run = open_run(records.folder, config, records.resume) if records.folder is not None else None
                 try:
-                    loop = Loop(engine, self.policy, hyperparameters.outer, thresholds, reporting, run)
+                    loop = Loop(engine, self.policy, hyperparameters.outer, auto_thresholds, reporting, run)
                     if records.resume:
                         loop.resume(state)
                     loop.go(state)
                 finally:
                     if run is not None:
                         run.close()
-        finally:  # the engine changed the modes; where the folder is refused, that is all that it changed
+        finally:
+            # Building the engine put the model into train mode. This is undone also if the run folder cannot be opened.
             restore_modes(modes)
         mean = None
         if state.average is not None:
             mean = copy.deepcopy(working)
             ModelState(mean).load_average(state)
-        return Result(working, mean, loop.history, self.algorithm, self.policy.seed, thresholds.choices)
+        chosen = auto_thresholds.choice_messages
+        return Result(working, mean, loop.history, self.algorithm, self.policy.seed, chosen)
 
     def _training(
-        self, inner_schedule: RuleHyperparameters, device: torch.device, statistics: bool, records: RunFolderOptions
+        self,
+        inner_hyperparameters: RuleHyperparameters,
+        device: torch.device,
+        statistics: bool,
+        records: RunFolderOptions,
     ) -> LocalTraining:
         return LocalTraining(
             algorithm=self.algorithm,
-            inner_schedule=inner_schedule,
+            inner_hyperparameters=inner_hyperparameters,
             loss=self.loss,
             batches=self.batches,
             seed=self.policy.seed,

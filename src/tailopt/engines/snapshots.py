@@ -18,14 +18,16 @@ from tailopt.engines.sequential import copied_to
 from tailopt.records import checkpoints
 from tailopt.records.folder import Run
 from tailopt.records.model_check import ModelLayout, TensorSpec, check_same_model
-from tailopt.rounds.auto_thresholds import NO_AUTO_THRESHOLDS, RoundThresholds, checked_state
+from tailopt.rounds.auto_thresholds import NO_AUTO_THRESHOLDS, AutoThresholdsByLevel, checked_state
 from tailopt.rounds.round import DivergedState, GlobalState
-from tailopt.rules.rule import State
+from tailopt.rules.rule import ParamState
 
 
-def save(run: Run, state: GlobalState, engine: Engine, thresholds: RoundThresholds = NO_AUTO_THRESHOLDS) -> Path:
+def save(
+    run: Run, state: GlobalState, engine: Engine, auto_thresholds: AutoThresholdsByLevel = NO_AUTO_THRESHOLDS
+) -> Path:
     """Write everything that a run needs to continue."""
-    tensors, structure = checkpoints.pack(
+    tensors, packed_global_state = checkpoints.pack(
         {
             "weights": dict(zip(state.names, state.weights, strict=True)),
             "buffers": state.buffers,
@@ -35,24 +37,25 @@ def save(run: Run, state: GlobalState, engine: Engine, thresholds: RoundThreshol
         "global",
     )
     nodes: dict[int, dict[str, Tensor]] = {}
-    inner: dict[str, Any] = {}
-    for node, states in engine.inner_states.items():
-        nodes[node], inner[str(node)] = checkpoints.pack(states, "inner")
-    diverged: dict[str, Any] = {}
-    for node, at in engine.diverged_states.items():
-        own, diverged[str(node)] = checkpoints.pack({"weights": at.weights, "buffers": at.buffers}, "own")
+    packed_optimizer_states: dict[str, Any] = {}
+    for node, states in engine.optimizer_states.items():
+        nodes[node], packed_optimizer_states[str(node)] = checkpoints.pack(states, "inner")
+    packed_diverged_states: dict[str, Any] = {}
+    for node, diverged in engine.diverged_states.items():
+        values = {"weights": diverged.weights, "buffers": diverged.buffers}
+        own, packed_diverged_states[str(node)] = checkpoints.pack(values, "own")
         nodes[node] = {**nodes.get(node, {}), **own}
     # "own" are the diverged states, and "taken" the local steps done: the format keeps the names that it began with
     meta = {
-        "global": structure,
-        "inner": inner,
-        "own": diverged,
+        "global": packed_global_state,
+        "inner": packed_optimizer_states,
+        "own": packed_diverged_states,
         "taken": engine.steps_done,
         "probe": engine.repeatability_probe,
         # left out where nothing is "auto": checkpoints keep their bytes
-        **({"thresholds": thresholds.state()} if thresholds.levels else {}),
+        **({"thresholds": auto_thresholds.state()} if auto_thresholds.levels else {}),
     }
-    return checkpoints.save(run.path, state.round, tensors, nodes, meta, writer=run.checkpoint_writer)
+    return checkpoints.save(run.path, state.round, tensors, nodes, meta, origin=run.checkpoint_origin)
 
 
 def check(run: Run, snapshot: checkpoints.Snapshot, path: Path) -> None:
@@ -69,9 +72,9 @@ class _Contents(NamedTuple):
     shared: dict[str, Any]  # weights, buffers, outer, average
     steps_done: list[int]
     probe: dict[str, Any]
-    inner_states: dict[int, list[State]]
+    optimizer_states: dict[int, list[ParamState]]
     diverged_states: dict[int, DivergedState]
-    thresholds: dict[str, Any]
+    auto_thresholds: dict[str, Any]
 
 
 def _contents(snapshot: checkpoints.Snapshot) -> _Contents:
@@ -85,20 +88,23 @@ def _contents(snapshot: checkpoints.Snapshot) -> _Contents:
         {key: shared[key] for key in ("weights", "buffers", "outer", "average")},
         [int(steps) for steps in meta["taken"]],
         dict(meta["probe"]),
-        {int(n): checkpoints.unpack(nodes[int(n)], structure) for n, structure in meta["inner"].items()},
-        {int(n): DivergedState(**checkpoints.unpack(nodes[int(n)], structure)) for n, structure in diverged.items()},
+        {int(n): checkpoints.unpack(nodes[int(n)], packed) for n, packed in meta["inner"].items()},
+        {int(n): DivergedState(**checkpoints.unpack(nodes[int(n)], packed)) for n, packed in diverged.items()},
         checked_state(meta.get("thresholds", {})),
     )
 
 
 def restore(
-    snapshot: checkpoints.Snapshot, state: GlobalState, engine: Engine, thresholds: RoundThresholds = NO_AUTO_THRESHOLDS
+    snapshot: checkpoints.Snapshot,
+    state: GlobalState,
+    engine: Engine,
+    auto_thresholds: AutoThresholdsByLevel = NO_AUTO_THRESHOLDS,
 ) -> None:
     """Load a checkpoint into a new state and engine; refuse one of another model."""
     contents = _contents(snapshot)
     shared = contents.shared
     check_same_model(*_layouts(shared, state))
-    thresholds.load_state(contents.thresholds)
+    auto_thresholds.load_state(contents.auto_thresholds)
     device = state.weights[0].device if state.weights else torch.device("cpu")
     for name, weight in zip(state.names, state.weights, strict=True):
         weight.copy_(shared["weights"][name])
@@ -108,7 +114,7 @@ def restore(
         state.average = [shared["average"][name].to(device) for name in state.names]
     state.round = snapshot.round
     engine.steps_done, engine.repeatability_probe = contents.steps_done, contents.probe
-    engine.inner_states, engine.diverged_states = contents.inner_states, contents.diverged_states
+    engine.optimizer_states, engine.diverged_states = contents.optimizer_states, contents.diverged_states
 
 
 def _layouts(shared: dict[str, Any], state: GlobalState) -> tuple[ModelLayout, ModelLayout]:

@@ -24,7 +24,7 @@ from tailopt.engines.attention import batchable_copy
 from tailopt.engines.batches import LossFunction
 from tailopt.engines.folded_attention import folding_attention
 from tailopt.engines.memory_plan import is_out_of_memory
-from tailopt.engines.model_state import Buffers, trainable
+from tailopt.engines.model_state import Buffers, trainable_parameters
 from tailopt.engines.pointwise_losses import giving_targets_copies
 from tailopt.engines.routes import VmapRefused
 from tailopt.engines.shared_linear import folding_linear_layers
@@ -60,8 +60,9 @@ class StackedModel:
         autocast_dtype: torch.dtype | None = None,
         configurations: bool = False,
     ) -> None:
-        self.names, params = trainable(model)
-        self._device = params[0].device
+        trained = trainable_parameters(model)
+        self.names = list(trained)
+        self._device = next(iter(trained.values())).device
         self.changing: tuple[str, ...] = ()
         self.draws = False
         self._program = _Program(batchable_copy(model), loss)

@@ -1,7 +1,7 @@
 """The local steps of many nodes at once.
 
-In every step, nodes whose batches have one shape, whose inner states count the same steps and whose hyperparameters are
-the same go through the program together. Usually these are all nodes; where some differ, each kind of them runs by
+In every step, nodes whose batches have one shape, whose optimizer states count the same steps and whose hyperparameters
+are the same go through the program together. Usually these are all nodes; where some differ, each kind of them runs by
 itself, with the numbers that it would have alone. Nothing is padded, so any loss is right.
 """
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tailopt.clipping.operators import compute_dtype
 from tailopt.clipping.step_cache import StepCache
 from tailopt.engines.model_state import as_real
-from tailopt.rules.rule import Hyperparameters, Rule, State, is_active, value_for_param
+from tailopt.rules.rule import Hyperparameters, ParamState, Rule, is_active, value_for_param
 
 Rows = Tensor | None  # the nodes that step, as an index; None: all of them
 
@@ -23,7 +23,7 @@ Rows = Tensor | None  # the nodes that step, as an index; None: all of them
 class InnerSteps(Protocol):
     """Takes inner steps of stacked nodes and keeps their states."""
 
-    def begin(self, states: Sequence[list[State]]) -> None:
+    def begin(self, states: Sequence[list[ParamState]]) -> None:
         """Start a round with the states of the nodes, in the order in which they are stacked."""
 
     def kind(self, row: int) -> object:
@@ -34,7 +34,7 @@ class InnerSteps(Protocol):
     ) -> None:
         """Step, in place, on the weights of these nodes, which are stacked in the order of `rows`."""
 
-    def state(self, row: int) -> list[State]:
+    def state(self, row: int) -> list[ParamState]:
         """Return the states of one node."""
 
 
@@ -50,12 +50,12 @@ class StackedSteps:
         self.rule, self._leading = rule, leading
         self._cache = StepCache()
         self._tensors: list[dict[str, Tensor]] = []  # by parameter: what all nodes have, stacked
-        self._plain: list[list[State]] = []  # by node and parameter: other values, and None for each tensor it has
+        self._plain: list[list[ParamState]] = []  # by node and parameter: other values, and None for each tensor it has
 
-    def begin(self, states: Sequence[list[State]]) -> None:
+    def begin(self, states: Sequence[list[ParamState]]) -> None:
         """Stack the states of the nodes."""
         self._tensors = [{} for _ in states[0]]
-        shared: list[list[State]] = []
+        shared: list[list[ParamState]] = []
         self._plain = []
         for row, of_node in enumerate(states):
             plain = [{k: None if isinstance(v, Tensor) else v for k, v in s.items()} for s in of_node]
@@ -68,7 +68,7 @@ class StackedSteps:
                     if isinstance(value, Tensor):
                         _stack_into(stacked, key, value, row, len(states))
 
-    def begin_alike(self, states: list[State], nodes: int) -> None:
+    def begin_alike(self, states: list[ParamState], nodes: int) -> None:
         """Start a round in which all nodes have the same plain values; tensors are stacked already."""
         self._tensors = [{k: v for k, v in s.items() if isinstance(v, Tensor)} for s in states]
         plain = [{k: None if isinstance(v, Tensor) else v for k, v in s.items()} for s in states]
@@ -113,13 +113,13 @@ class StackedSteps:
         """Step on all nodes by a rule that keeps no state: nothing but the weights changes, so it can be traced."""
         moving = [i for i, g in enumerate(grads) if g is not None]
         chosen = {k: [v[i] for i in moving] if isinstance(v, list) else v for k, v in hparams.items()}
-        states: list[State] = [{} for _ in moving]
+        states: list[ParamState] = [{} for _ in moving]
         gradients = [as_real(g) for g in grads if g is not None]
         self._rule_step([as_real(weights[i]) for i in moving], gradients, states, chosen, None)
         if any(states):
             raise RuntimeError(f"the rule {self.rule.name} keeps a state")
 
-    def state(self, row: int) -> list[State]:
+    def state(self, row: int) -> list[ParamState]:
         """Return views of one node's states."""
         return [
             {key: tensors[key][row] if value is None else value for key, value in plain.items()}
@@ -140,7 +140,7 @@ class StackedSteps:
         self,
         weights: list[Tensor],
         grads: list[Tensor],
-        states: list[State],
+        states: list[ParamState],
         hparams: Mapping[str, Any],
         cache: StepCache | None,
     ) -> None:
@@ -155,14 +155,14 @@ class StackedSteps:
             for i, (w, g, s) in enumerate(zip(weights, grads, states, strict=True)):
                 self.rule.step([w], [g], [s], {k: value_for_param(v, i) for k, v in hparams.items()})
 
-    def _taken(self, i: int, plain: State, rows: Rows) -> State:
+    def _taken(self, i: int, plain: ParamState, rows: Rows) -> ParamState:
         tensors = self._tensors[i]
         return {
             key: value if value is not None else tensors[key] if rows is None else tensors[key].index_select(0, rows)
             for key, value in plain.items()
         }
 
-    def _put_back(self, i: int, state: State, rows: Rows) -> None:
+    def _put_back(self, i: int, state: ParamState, rows: Rows) -> None:
         stacked = self._tensors[i]
         for key, value in state.items():
             if not isinstance(value, Tensor):
@@ -180,9 +180,9 @@ class SeparateSteps:
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
-        self._states: list[list[State]] = []
+        self._states: list[list[ParamState]] = []
 
-    def begin(self, states: Sequence[list[State]]) -> None:
+    def begin(self, states: Sequence[list[ParamState]]) -> None:
         """Take over the states of the nodes."""
         self._states = [list(of_node) for of_node in states]
 
@@ -201,7 +201,7 @@ class SeparateSteps:
             if params:
                 self.rule.step(params, gradients, [self._states[row][i] for i in moving], hparams)
 
-    def state(self, row: int) -> list[State]:
+    def state(self, row: int) -> list[ParamState]:
         """Return the states of one node."""
         return self._states[row]
 

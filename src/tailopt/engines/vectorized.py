@@ -35,14 +35,14 @@ class Vectorized(Sequential):
     """Local steps of all participants as one program; everything between rounds is the sequential engine's."""
 
     def __init__(self, model: torch.nn.Module, training: LocalTraining) -> None:
-        if training.inner_schedule.auto_thresholds is not None:
+        if training.inner_hyperparameters.auto_thresholds is not None:
             raise ValueError(
                 'Invalid engine: "vectorized" with i_u="auto", whose statistics are recorded node by node. Take '
                 'engine="sequential", or give i_u and i_d as numbers.'
             )
         super().__init__(model, training)
         self._program = StackedModel(model, training.loss, PRECISIONS[training.precision])
-        rule = training.inner_schedule.rule
+        rule = training.inner_hyperparameters.rule
         named = isinstance(training.algorithm.inner, str)
         self._inner: InnerSteps = StackedSteps(rule) if named else SeparateSteps(rule)
         compiled = training.route.name == COMPILED
@@ -68,17 +68,17 @@ class Vectorized(Sequential):
         self._look_at_first_batch(sources[0], t)
         self._program.load_constants(state.buffers)
         stacked = self._stacked(state, start, nodes)
-        self._inner.begin([self._inner_states(state, node) for node in nodes])
+        self._inner.begin([self._optimizer_state_at_start(state, node) for node in nodes])
         self._recorders = [StatisticsRecorder("counts", len(start)) for _ in nodes] if training.statistics else []
         losses = self._round().run(stacked, sources, t).tolist()
         self._program.check_constants(state.buffers)
         new_diverged = {r: self._diverged_state(stacked, state, r) for r, node in enumerate(nodes) if node in diverging}
         deltas = _displacements(stacked.weights, start)
         for row, (node, source) in enumerate(zip(nodes, sources, strict=True)):
-            inner = None
+            optimizer_state = None
             if training.algorithm.inner_state == "keep":
-                inner = [copied_to(s, "cpu") for s in self._inner.state(row)]
-            movement_bound = training.inner_schedule.bound(t, source.steps_done, source.steps)
+                optimizer_state = [copied_to(s, "cpu") for s in self._inner.state(row)]
+            movement_bound = training.inner_hyperparameters.bound(t, source.steps_done, source.steps)
             if node in self.diverged_states:  # it did not start from the global weights: nothing bounds it
                 movement_bound = Bound(None)
             yield Contribution(
@@ -89,7 +89,7 @@ class Vectorized(Sequential):
                 loss=losses[row],
                 movement_bound=movement_bound,
                 steps=source.steps,
-                inner_state=inner,
+                optimizer_state=optimizer_state,
                 diverged_state=new_diverged.get(row),
                 statistics=self._recorders[row].take(len(start)) if self._recorders else None,
             )
@@ -98,7 +98,7 @@ class Vectorized(Sequential):
         return StackedRound(
             program=self._program,
             inner=self._inner,
-            hparams_at=self._training.inner_schedule.at,
+            hparams_at=self._training.inner_hyperparameters.at,
             plain_loss=self._plain_loss,
             seed=self._seed,
             device=self._device,
@@ -151,7 +151,7 @@ class Vectorized(Sequential):
         chosen: Mapping[str, Any] = {
             k: [v[i] for i in moving] if isinstance(v, list) else v for k, v in hparams.items()
         }
-        rule = self._training.inner_schedule.rule
+        rule = self._training.inner_hyperparameters.rule
         for k, row in enumerate(rows):
             own = [as_real(g[k]) for g in grads if g is not None]
             thresholds = rule.thresholds([as_real(weights[i][k]) for i in moving], own, chosen)

@@ -25,14 +25,14 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-class Variants(NamedTuple):
+class InstructionSets(NamedTuple):
     """The instruction sets that this processor can run, best last."""
 
     names: tuple[str, ...]
 
-    def choose(self, variant: str | None, threads: int | None) -> tuple[int, int]:
-        """The number of a variant, by default of the best, and how many threads may work."""
-        number = len(self.names) - 1 if variant is None else self.names.index(variant)
+    def choose(self, instruction_set: str | None, threads: int | None) -> tuple[int, int]:
+        """The number of an instruction set, by default of the best, and how many threads may work."""
+        number = len(self.names) - 1 if instruction_set is None else self.names.index(instruction_set)
         return number, 1 if _forked else (threads or torch.get_num_threads())
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tailopt.native.calls import Variants, addresses, dtype_codes, pointer, sizes
+from tailopt.native.calls import InstructionSets, addresses, dtype_codes, pointer, sizes
 
 BINS = 256  # octaves of a histogram
 NO_MOMENTUM = (0.0, 1.0, math.inf, 1.0)  # the last numbers of a row: beta, 1 - beta, u / (1 - beta), 1 - beta^k
@@ -59,8 +59,8 @@ class TensorTable(NamedTuple):
     momentum_dtypes: array[int] | None = None
 
 
-class StepRows(NamedTuple):
-    """The numbers of the steps, 13 per row as `Row` in clip.c, and which row each tensor gets."""
+class StepTable(NamedTuple):
+    """The numbers that tensors step with, in rows of 13 as `Row` in clip.c, and which row each tensor gets."""
 
     numbers: Sequence[float]
     row_of_tensor: Sequence[int]
@@ -69,8 +69,8 @@ class StepRows(NamedTuple):
 class ClipCalls:
     """The entry point of clip.c."""
 
-    def __init__(self, handle: ctypes.CDLL, variants: Variants) -> None:
-        self._variants = variants
+    def __init__(self, handle: ctypes.CDLL, instruction_sets: InstructionSets) -> None:
+        self._instruction_sets = instruction_sets
         self._pass: Any = handle.tailopt_pass
         self._pass.argtypes = [ctypes.c_int] * 4 + [ctypes.c_void_p] * 12 + [ctypes.c_int]
         self._pass.restype = ctypes.c_int
@@ -80,11 +80,11 @@ class ClipCalls:
         operation: str,
         params: Sequence[Tensor] | None,
         grads: Sequence[Tensor],
-        rows: StepRows,
+        step_table: StepTable,
         *,
         counters: Counters | None = None,
         slots: Sequence[int] | None = None,
-        variant: str | None = None,
+        instruction_set: str | None = None,
         threads: int | None = None,
     ) -> None:
         """One pass. The tensors must be dense CPU tensors of DTYPES, each parameter strided like its gradient.
@@ -93,26 +93,26 @@ class ClipCalls:
         """
         param_addresses = addresses(params) if params is not None else None
         tensors = TensorTable(param_addresses, addresses(grads), sizes(grads), dtype_codes(grads))
-        self.run_at(operation, tensors, rows, counters, slots, variant, threads)
+        self.run_at(operation, tensors, step_table, counters, slots, instruction_set, threads)
 
     def run_at(
         self,
         operation: str,
         tensors: TensorTable,
-        rows: StepRows,
+        step_table: StepTable,
         counters: Counters | None = None,
         slots: Sequence[int] | None = None,
-        variant: str | None = None,
+        instruction_set: str | None = None,
         threads: int | None = None,
     ) -> None:
         """`run` for callers that know addresses and sizes already."""
         n = len(tensors.grads)
-        row, numbers = array("i", rows.row_of_tensor), array("d", rows.numbers)
+        row_of_tensor, numbers = array("i", step_table.row_of_tensor), array("d", step_table.numbers)
         # without counters the C code does not read the slots
-        slot = array("i", range(n) if slots is None else slots) if counters is not None else row
+        slot = array("i", range(n) if slots is None else slots) if counters is not None else row_of_tensor
         failed = self._pass(
             OPERATIONS[operation],
-            *self._variants.choose(variant, threads),
+            *self._instruction_sets.choose(instruction_set, threads),
             n,
             pointer(tensors.params),
             pointer(tensors.grads),
@@ -120,7 +120,7 @@ class ClipCalls:
             pointer(tensors.sizes),
             pointer(tensors.dtypes),
             pointer(tensors.momentum_dtypes),
-            pointer(row),
+            pointer(row_of_tensor),
             pointer(numbers),
             pointer(slot),
             counters.table.data_ptr() if counters is not None else None,

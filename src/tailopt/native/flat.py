@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tailopt.native.calls import DTYPES, Variants, addresses, dtype_codes, pointer, sizes
+from tailopt.native.calls import DTYPES, InstructionSets, addresses, dtype_codes, pointer, sizes
 
 BLOCK = 32_768  # elements of a sum of squares
 
@@ -44,8 +44,8 @@ class DescentPieces(NamedTuple):
 class FlatCalls:
     """The entry points of flat.c. Arrays hold addresses; the caller keeps the tensors alive."""
 
-    def __init__(self, handle: ctypes.CDLL, variants: Variants) -> None:
-        self._variants = variants
+    def __init__(self, handle: ctypes.CDLL, instruction_sets: InstructionSets) -> None:
+        self._instruction_sets = instruction_sets
         number, real, size, address = ctypes.c_int, ctypes.c_float, ctypes.c_int64, ctypes.c_void_p
         weighted_sum = [address, address, number, real]
         signatures = {
@@ -68,7 +68,7 @@ class FlatCalls:
         starts: array[int] | None,
         deltas: array[int],
         pieces: Pieces,
-        variant: str | None = None,
+        instruction_set: str | None = None,
         threads: int | None = None,
     ) -> tuple[array[int], array[float]]:
         """delta = param - start in fp32, piece by piece; without params the deltas are only read.
@@ -79,7 +79,7 @@ class FlatCalls:
         n = pieces.n_partitions
         checksums, largest = array("q", bytes(8 * n)), array("f", bytes(4 * n))
         self._functions["moved"](
-            *self._variants.choose(variant, threads),
+            *self._instruction_sets.choose(instruction_set, threads),
             len(deltas),
             pointer(params),
             pointer(starts),
@@ -97,13 +97,13 @@ class FlatCalls:
         params: array[int],
         starts: array[int],
         pieces: Pieces,
-        variant: str | None = None,
+        instruction_set: str | None = None,
         threads: int | None = None,
     ) -> array[int]:
         """param = start in fp32, piece by piece; returns the checksum of each partition's starts."""
         checksums = array("q", bytes(8 * pieces.n_partitions))
         self._functions["load"](
-            *self._variants.choose(variant, threads),
+            *self._instruction_sets.choose(instruction_set, threads),
             len(params),
             pointer(params),
             pointer(starts),
@@ -120,12 +120,12 @@ class FlatCalls:
         negative: bool,
         out: int,
         count: int,
-        variant: str | None = None,
+        instruction_set: str | None = None,
         threads: int | None = None,
     ) -> None:
         """out = the weighted sum of so many elements, or its negative."""
         self._functions["mean"](
-            *self._variants.choose(variant, threads),
+            *self._instruction_sets.choose(instruction_set, threads),
             pointer(summed.rows),
             pointer(summed.shares),
             len(summed.rows),
@@ -142,7 +142,7 @@ class FlatCalls:
         momentum: float,
         nesterov: bool,
         fused: bool,
-        variant: str | None = None,
+        instruction_set: str | None = None,
         threads: int | None = None,
     ) -> None:
         """Descent along the weighted sum, piece by piece, with momentum if there are velocities.
@@ -150,7 +150,7 @@ class FlatCalls:
         fused: with fused multiply-adds where torch has them.
         """
         self._functions["descend"](
-            *self._variants.choose(variant, threads),
+            *self._instruction_sets.choose(instruction_set, threads),
             pointer(summed.rows),
             pointer(summed.shares),
             len(summed.rows),
@@ -174,7 +174,7 @@ class FlatCalls:
         c: Sequence[float],
         slack: float,
         ulps: float,
-        variant: str | None = None,
+        instruction_set: str | None = None,
         threads: int | None = None,
     ) -> list[tuple[int, float] | None]:
         """For each tensor the element that is farthest beyond its bound, and that bound; None if none is beyond it.
@@ -187,7 +187,7 @@ class FlatCalls:
         delta_addresses, start_addresses, counts = addresses(deltas), addresses(starts), sizes(deltas)
         codes, floors, slopes = dtype_codes(starts), array("d", a), array("d", c)
         self._functions["beyond"](
-            *self._variants.choose(variant, threads),
+            *self._instruction_sets.choose(instruction_set, threads),
             n,
             pointer(delta_addresses),
             pointer(start_addresses),
@@ -203,7 +203,7 @@ class FlatCalls:
         return [(i, bound) if i >= 0 else None for i, bound in zip(positions, bounds, strict=True)]
 
     def ulp_squares(
-        self, x: Tensor, least: float, variant: str | None = None, threads: int | None = None
+        self, x: Tensor, least: float, instruction_set: str | None = None, threads: int | None = None
     ) -> array[float]:
         """The sum of squares of the ulps of max(|x|, least), for each block of `BLOCK` elements.
 
@@ -211,6 +211,11 @@ class FlatCalls:
         """
         sums = array("d", bytes(8 * -(-x.numel() // BLOCK)))
         self._functions["ulp_squares"](
-            *self._variants.choose(variant, threads), x.data_ptr(), DTYPES[x.dtype], x.numel(), least, pointer(sums)
+            *self._instruction_sets.choose(instruction_set, threads),
+            x.data_ptr(),
+            DTYPES[x.dtype],
+            x.numel(),
+            least,
+            pointer(sums),
         )
         return sums

@@ -12,7 +12,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-from tailopt.native.calls import Variants
+from tailopt.native.calls import InstructionSets
 from tailopt.native.clip import ClipCalls
 from tailopt.native.flat import FlatCalls
 
@@ -21,10 +21,10 @@ VERSION = 3  # of library.c; a library of another version is refused
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded library. `variants`: instruction sets this processor can run, best last."""
+    """The loaded library. `instruction_sets`: those that this processor can run, best last."""
 
     path: Path
-    variants: tuple[str, ...]
+    instruction_sets: tuple[str, ...]
     openmp: bool
     clip: ClipCalls
     flat: FlatCalls
@@ -60,6 +60,6 @@ def _load() -> tuple[Library | None, str]:
     handle.tailopt_prepare()
     handle.tailopt_variant.restype = ctypes.c_char_p
     names = (handle.tailopt_variant(i) for i in range(16))
-    variants = Variants(tuple(name.decode() for name in names if name is not None))
-    calls = ClipCalls(handle, variants), FlatCalls(handle, variants)
-    return Library(path, variants.names, bool(handle.tailopt_openmp()), *calls), ""
+    instruction_sets = InstructionSets(tuple(name.decode() for name in names if name is not None))
+    calls = ClipCalls(handle, instruction_sets), FlatCalls(handle, instruction_sets)
+    return Library(path, instruction_sets.names, bool(handle.tailopt_openmp()), *calls), ""

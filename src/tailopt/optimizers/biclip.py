@@ -17,7 +17,7 @@ from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.momentum import check_momentum
 from tailopt.clipping.norms import auto_dead_zone, largest_gradient, root_mean_squares
 from tailopt.clipping.operators import Number, compute_dtype
-from tailopt.clipping.reference import ClipByValue, Momentum, StepNumbers
+from tailopt.clipping.reference import ClipByValue, Momentum, StepHyperparameters
 from tailopt.clipping.step_cache import StepCache
 from tailopt.optimizers.auto_thresholds import (
     check_auto,
@@ -226,10 +226,10 @@ class BiClip(ClippingOptimizer):
                 most = [torch.finfo(m.dtype).max for m in momenta]
                 grads = [torch.where(g.isfinite(), g, 0.0).clamp(-x, x) for g, x in zip(grads, most, strict=True)]
             numbers_of_momenta = _momentum_numbers(group["momentum"], step_counts, clamps=not calibrating)
-            for positions, step in self._steps(group, params, top):
+            for positions, hparams in self._hparams_by_positions(group, params, top):
                 ps = params if positions is None else [params[i] for i in positions]
                 gs = grads if positions is None else [grads[i] for i in positions]
-                batch = StepGroup(ps, gs, step, [slot[id(p)] for p in ps] if slot else ())
+                batch = StepGroup(ps, gs, hparams, [slot[id(p)] for p in ps] if slot else ())
                 if not momenta:
                     batches.append((group, batch))
                     continue
@@ -267,21 +267,19 @@ class BiClip(ClippingOptimizer):
             where = {id(p): i for i, p in enumerate(group["params"])}
             observe(group, [where[id(p)] for p in params], clipped)
 
-    def _steps(
+    def _hparams_by_positions(
         self, group: Group, params: Sequence[Tensor], top: Tensor | None
-    ) -> list[tuple[list[int] | None, StepNumbers]]:
-        """The group's parameters by the step they take, the same objects until a setting changes."""
+    ) -> list[tuple[list[int] | None, StepHyperparameters]]:
+        """Positions in the group with the hyperparameters of their step, the same objects until a setting changes."""
         tracing = torch.compiler.is_compiling()
-        known_steps = self._checked_groups.steps(group) if not tracing else None
-        if known_steps is not None and (
-            len(known_steps) == 1 or len(params) == len(group["params"]) == len(known_steps)
-        ):
-            return known_steps
+        known = self._checked_groups.known_hparams(group) if not tracing else None
+        if known is not None and (len(known) == 1 or len(params) == len(group["params"]) == len(known)):
+            return known
         lr, weight_decay, maximize = (group[key] for key in ("lr", "weight_decay", "maximize"))
         each = numbers(group)
         sizes = _sizes(params) if group["relative"] else []
         where = {id(p): i for i, p in enumerate(group["params"])} if len(each) > 1 else {}
-        steps: list[tuple[list[int] | None, StepNumbers]] = []
+        result: list[tuple[list[int] | None, StepHyperparameters]] = []
         for positions, zone in _dead_zones(group, params, top):
             alone = [[i] for i in (range(len(params)) if positions is None else positions)]
             for some in alone if where or sizes else [positions]:
@@ -290,15 +288,15 @@ class BiClip(ClippingOptimizer):
                     s /= sizes[some[0]]
                 # weights decay by lr itself, not by lr / s
                 rate, decay = (lr, weight_decay) if s == 1 else (lr / s, weight_decay * s)
-                steps.append((some, StepNumbers(ClipByValue(u, d, zone), rate, decay, maximize)))
+                result.append((some, StepHyperparameters(ClipByValue(u, d, zone), rate, decay, maximize)))
         if (
             not tracing
             and not sizes
             and not isinstance(group["dead_zone"], str)
             and len(params) == len(group["params"])
         ):
-            self._checked_groups.keep_steps(group, steps)
-        return steps
+            self._checked_groups.keep_hparams(group, result)
+        return result
 
     def _run(self, kind: str, batches: Sequence[StepGroup], recorder: StatisticsRecorder | None) -> None:
         without = [batch for batch in batches if not batch.momenta]
@@ -363,20 +361,20 @@ def _by_step_count(
     batch: StepGroup, momenta: list[Tensor], step_counts: list[Tensor], each: Sequence[Momentum]
 ) -> list[StepGroup]:
     """The batch with its momenta, or several: one for each number of steps; one for all where the device knows it."""
-    params, grads, step, slots, *_ = batch
-    clip, lr, weight_decay, maximize, _ = step
+    params, grads, hparams, slots, *_ = batch
+    clip, lr, weight_decay, maximize, _ = hparams
     if isinstance(each[0].correction, Tensor):
         corrections = [one.correction for one in each if isinstance(one.correction, Tensor)]
-        step = StepNumbers(clip, lr, weight_decay, maximize, each[0]._replace(correction=1.0))
-        return [StepGroup(params, grads, step, slots, momenta, step_counts, corrections)]
+        hparams = StepHyperparameters(clip, lr, weight_decay, maximize, each[0]._replace(correction=1.0))
+        return [StepGroup(params, grads, hparams, slots, momenta, step_counts, corrections)]
     if len(each) == 1 or all(one is each[0] for one in each):
-        step = StepNumbers(clip, lr, weight_decay, maximize, each[0])
-        return [StepGroup(params, grads, step, slots, momenta, step_counts)]
-    whole = StepGroup(params, grads, step, slots, momenta, step_counts)
+        hparams = StepHyperparameters(clip, lr, weight_decay, maximize, each[0])
+        return [StepGroup(params, grads, hparams, slots, momenta, step_counts)]
+    whole = StepGroup(params, grads, hparams, slots, momenta, step_counts)
     result = []
     for of_count in dict.fromkeys(each):
         part = whole.only([i for i, other in enumerate(each) if other is of_count])
-        result.append(part._replace(step=StepNumbers(clip, lr, weight_decay, maximize, of_count)))
+        result.append(part._replace(hparams=StepHyperparameters(clip, lr, weight_decay, maximize, of_count)))
     return result
 
 

@@ -26,7 +26,7 @@ from tailopt.clipping.dispatch import check_type, update
 from tailopt.clipping.dtensor import summed
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.operators import Number, biclip, check_kind, check_shape, check_thresholds
-from tailopt.clipping.reference import ClipByValue, StepNumbers
+from tailopt.clipping.reference import ClipByValue, StepHyperparameters
 from tailopt.optimizers.auto_thresholds import (
     check_auto,
     check_not_capturing,
@@ -208,7 +208,7 @@ class Clipped(Optimizer):
         clipped: list[Tensor] = []
         batches: list[StepGroup] = []
         for group in self.param_groups:
-            of_group = [StepGroup([], [], StepNumbers(clip, lr=-1.0)) for clip in _clips(group)]
+            of_group = [StepGroup([], [], StepHyperparameters(clip, lr=-1.0)) for clip in _clips(group)]
             for i, g in ((i, p.grad) for i, p in enumerate(group["params"]) if p.grad is not None):
                 batch = of_group[i if len(of_group) > 1 else 0]
                 if _takes_kernel(g):
@@ -217,7 +217,7 @@ class Clipped(Optimizer):
                     batch.grads.append(g)
                     clipped.append(batch.params[-1])
                 else:
-                    clipped.append(biclip(g, *batch.step.clip))
+                    clipped.append(biclip(g, *batch.hparams.clip))
             batches += [batch for batch in of_group if batch.params]
         # -0 - (-1) * clip(g), without a rounding and with the sign of a zero (+0 would lose it): the kernels of BiClip
         # make one pass over all gradients where `biclip` makes many.

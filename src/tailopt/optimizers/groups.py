@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tailopt.clipping.kernels.kernel import StepGroup
-from tailopt.clipping.reference import StepNumbers
+from tailopt.clipping.reference import StepHyperparameters
 
 Group = dict[str, Any]
 GroupAndStep = tuple[Group, StepGroup]
@@ -35,7 +35,7 @@ Gathered = list[GatheredGroup]
 
 
 class CheckedGroups:
-    """The groups whose settings were checked, and the steps that were built from them.
+    """The groups whose settings were checked, and the hyperparameters that were built from them.
 
     An entry is valid while every setting of the group is the very object that was checked. A group with a tensor among
     its settings has no entry: the tensor may change in place.
@@ -44,22 +44,22 @@ class CheckedGroups:
     def __init__(self, settings: Iterable[str]) -> None:
         self._settings = operator.itemgetter(*settings)
         self._checked: dict[int, tuple[Any, ...]] = {}  # by id of the group
-        self._steps: dict[int, list[tuple[list[int] | None, StepNumbers]]] = {}
+        self._hparams: dict[int, list[tuple[list[int] | None, StepHyperparameters]]] = {}
 
     def __contains__(self, group: Group) -> bool:
         current, checked = self._settings(group), self._checked.get(id(group), ())
         return len(current) == len(checked) and all(map(operator.is_, current, checked))
 
     def add(self, group: Group) -> None:
-        """Remember the settings of a group that was just checked; forget the steps of the settings before."""
+        """Remember the settings of a group that was just checked; forget what was built from the settings before."""
         settings = self._settings(group)
         self._checked[id(group)] = () if any(isinstance(value, Tensor) for value in settings) else settings
-        self._steps.pop(id(group), None)
+        self._hparams.pop(id(group), None)
 
-    def steps(self, group: Group) -> list[tuple[list[int] | None, StepNumbers]] | None:
-        """The steps that were kept for a group since its settings were checked."""
-        return self._steps.get(id(group))
+    def known_hparams(self, group: Group) -> list[tuple[list[int] | None, StepHyperparameters]] | None:
+        """The hyperparameters that were kept for a group since its settings were checked, by positions."""
+        return self._hparams.get(id(group))
 
-    def keep_steps(self, group: Group, steps: list[tuple[list[int] | None, StepNumbers]]) -> None:
-        """Keep the steps of a group: as the same objects, they are recognised by the step cache."""
-        self._steps[id(group)] = steps
+    def keep_hparams(self, group: Group, hparams: list[tuple[list[int] | None, StepHyperparameters]]) -> None:
+        """Keep the hyperparameters of a group: as the same objects, they are recognised by the step cache."""
+        self._hparams[id(group)] = hparams

@@ -15,7 +15,7 @@ from tailopt.clipping.dtensor import local_pair
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.norms import NormRequest, scalings_of, squares
 from tailopt.clipping.operators import Number, compute_dtype
-from tailopt.clipping.reference import ScaleToNorm, StepNumbers
+from tailopt.clipping.reference import ScaleToNorm, StepHyperparameters
 from tailopt.clipping.step_cache import StepCache
 from tailopt.optimizers.auto_thresholds import (
     check_auto,
@@ -210,7 +210,7 @@ def _batch(part: Part, clip: ScaleToNorm) -> StepGroup:
     lr, decay, s = part.group["lr"], part.group["weight_decay"], part.numbers[2]
     # weights decay by lr itself, not by lr / s
     rate, decay = (lr, decay) if s == 1 else (lr / s, decay * s)
-    return StepGroup(part.params, part.grads, StepNumbers(clip, rate, decay, part.group["maximize"]))
+    return StepGroup(part.params, part.grads, StepHyperparameters(clip, rate, decay, part.group["maximize"]))
 
 
 # As in biclip.py: functions that torch's own tests look for.

@@ -26,8 +26,8 @@ from torch._compile import _disable_dynamo
 
 from tailopt.clipping.counts import add, moved_and_raised
 from tailopt.clipping.dtensor import is_dtensor
+from tailopt.clipping.freed_storage import is_freed
 from tailopt.clipping.kernels.kernel import PLAIN_TYPES, StepGroup
-from tailopt.clipping.memory import is_freed
 from tailopt.clipping.operators import Number, is_transformed, real_parts
 from tailopt.clipping.reference import ClipByValue
 from tailopt.native.clip import Counters
@@ -101,7 +101,7 @@ class ThresholdCheck:
         waiting: dict[torch.device, list[tuple[str | int, Tensor]]] = {}
         for group, batch in batches:
             rate = _learning_rate(group)
-            clip = ClipByValue(*(t.detach() if isinstance(t, Tensor) else t for t in batch.step.clip))
+            clip = ClipByValue(*(t.detach() if isinstance(t, Tensor) else t for t in batch.hparams.clip))
             for p, g in zip(batch.params, batch.grads, strict=True):
                 parts = _visible(p, g, clip, rate)
                 if parts is None:

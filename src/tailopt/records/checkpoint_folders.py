@@ -42,7 +42,7 @@ def is_checkpoint_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def moment(path: Path) -> tuple[int, int]:
+def round_and_step(path: Path) -> tuple[int, int]:
     """Return (completed rounds, local steps of the next round), read from the name of a checkpoint."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
@@ -70,7 +70,7 @@ def describe_last_checkpoint(run_folder: str | os.PathLike[str], last: Path | No
     """
     if last is None:
         return f"There is no checkpoint in {os.fspath(run_folder)} yet."
-    round, step = moment(last)
+    round, step = round_and_step(last)
     after = f"round {round}" + (f" and {step} local steps" if step else "")
     return f"The last good checkpoint is that after {after}: {last}."
 
@@ -97,7 +97,7 @@ def prune(run_folder: str | os.PathLike[str], keep: int) -> None:
         if path.suffix == ".old" and path.with_suffix("") in paths:
             disk.remove_folder(path)  # it was replaced; the kill came before its removal
     paths = list_checkpoints(run_folder)
-    at_round_end = [path for path in paths if moment(path)[1] == 0]
+    at_round_end = [path for path in paths if round_and_step(path)[1] == 0]
     for path in paths[:-keep]:
         if path not in at_round_end[-1:]:
             disk.remove_folder(path)
@@ -106,9 +106,12 @@ def prune(run_folder: str | os.PathLike[str], keep: int) -> None:
 
 
 def rewind(run_folder: str | os.PathLike[str], round: int, step: int = 0) -> None:
-    """Remove the checkpoints after a moment: damaged ones that were skipped must not be taken for newer ones later."""
+    """Remove later checkpoints: damaged ones that were skipped must not be taken for newer ones after the next write.
+
+    round, step: of the checkpoint from which the run goes on.
+    """
     for path in list_checkpoints(run_folder):
-        if moment(path) > (round, step):
+        if round_and_step(path) > (round, step):
             disk.remove_folder(path)
 
 

@@ -34,9 +34,9 @@ from tailopt.records.checkpoint_folders import (
     in_order,
     latest,
     list_checkpoints,
-    moment,
     prune,
     rewind,
+    round_and_step,
 )
 from tailopt.records.history import decode, encode, quoted_names
 from tailopt.records.ledger import Provenance
@@ -67,7 +67,7 @@ __all__ = [
     "FOLDER",
     "MALFORMED",
     "MANIFEST",
-    "CheckpointWriter",
+    "CheckpointOrigin",
     "DamagedCheckpoint",
     "Snapshot",
     "damaged_checkpoint",
@@ -78,11 +78,11 @@ __all__ = [
     "list_checkpoints",
     "load",
     "load_latest",
-    "moment",
     "pack",
     "prune",
     "read_manifest",
     "rewind",
+    "round_and_step",
     "save",
     "unpack",
 ]
@@ -105,17 +105,17 @@ def _never_lost() -> None:
 
 
 @dataclass(frozen=True)
-class CheckpointWriter:
-    """What a process needs to write a checkpoint into a run folder; `Run.checkpoint_writer` is that of a run.
+class CheckpointOrigin:
+    """Where a checkpoint comes from: its run, and a process that holds the run's lock; see `Run.checkpoint_origin`.
 
     Args:
         provenance: to which run, configuration and history the checkpoint belongs.
-        check: raises if another process writes here now. It is called before the manifest is written and again before
-            the folder gets its name.
+        check_lock: raises if another process writes here now. It is called before the manifest is written and again
+            before the folder gets its name.
     """
 
     provenance: Provenance | None = None
-    check: Callable[[], None] = _never_lost
+    check_lock: Callable[[], None] = _never_lost
 
 
 def save(
@@ -127,7 +127,7 @@ def save(
     step: int | None = None,
     *,
     parts: int = 1,
-    writer: CheckpointWriter | None = None,
+    origin: CheckpointOrigin | None = None,
 ) -> Path:
     """Write a checkpoint, in full or not at all, and return its folder.
 
@@ -142,7 +142,7 @@ def save(
         meta: plain values, as in a history; see `pack` for tuples, tensors and other keys.
         step: local steps done in the next round, 1 or more; None at the end of a round.
         parts: over how many files each shared tensor is spread.
-        writer: of which run the checkpoint is, and whether this process may still write.
+        origin: of which run the checkpoint is, and whether this process may still write.
 
     Examples:
         >>> import tempfile
@@ -153,7 +153,7 @@ def save(
         >>> load(path).nodes
         {3: {'steps': tensor(60)}}
     """
-    name, writer = folder_name(round, step), writer or CheckpointWriter()
+    name, origin = folder_name(round, step), origin or CheckpointOrigin()
     whole_number("parts", parts, low=1, hint="Leave it out for one file.")
     for node in nodes or {}:
         whole_number("node", node, low=0, hint="Number the nodes from 0.")
@@ -177,13 +177,13 @@ def save(
         # after all are written, so that the disk may order the writes as it likes
         for file in (*global_pieces, *map(node_file, local)):
             disk.sync(hidden / file)
-        writer.check()
+        origin.check_lock()
         entries = tensor_entries(shared, global_pieces)
         write_manifest(
-            hidden, manifest_body((round, step), parts, writer.provenance, entries, node_entries, plain_meta)
+            hidden, manifest_body((round, step), parts, origin.provenance, entries, node_entries, plain_meta)
         )
         disk.sync(hidden)
-        writer.check()
+        origin.check_lock()
         commit_folder(hidden, path)
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)

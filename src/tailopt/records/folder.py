@@ -86,7 +86,7 @@ class Run:
         self.lock: Lock | None = None  # None for readers
         self._times_are_whole = False  # whether times.jsonl is known to end with a complete line
         self._config_digest = digest  # of config.toml as this process read it: later edits do not concern it
-        id, chain = (identity.id, identity.chain_at_adoption) if identity else (None, None)
+        id, chain = (identity.id, identity.history_chain_when_id_was_given) if identity else (None, None)
         self.ledger = Ledger(path / HISTORY, id, chain)
 
     @classmethod
@@ -170,9 +170,9 @@ class Run:
         return Provenance(self.identity.id, self._config_digest, self.ledger.chain)
 
     @property
-    def checkpoint_writer(self) -> checkpoints.CheckpointWriter:
-        """What `checkpoints.save` needs to write a checkpoint of this run."""
-        return checkpoints.CheckpointWriter(self.provenance, self.check_lock)
+    def checkpoint_origin(self) -> checkpoints.CheckpointOrigin:
+        """What `checkpoints.save` needs to know of this run."""
+        return checkpoints.CheckpointOrigin(self.provenance, self.check_lock)
 
     def check_checkpoint(self, snapshot: checkpoints.Snapshot, path: Path) -> None:
         """Raise if a checkpoint is of another run, or if the history is not the one that precedes the checkpoint."""
@@ -373,7 +373,7 @@ def accept_config(path: str | os.PathLike[str]) -> list[list[Any]] | None:
     lock = Lock(folder, "")
     try:
         last = checkpoints.latest(folder)
-        round = checkpoints.moment(last)[0] if last is not None else 0
+        round = checkpoints.round_and_step(last)[0] if last is not None else 0
         differences = accept_change(folder, round)
         if differences is not None:
             Run.open(folder).log(f"accepted after round {round} that in {CONFIG} {describe_difference(differences)}")

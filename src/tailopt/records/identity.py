@@ -52,16 +52,16 @@ class Identity:
     Args:
         id: of the run, random.
         text: config.toml as it was written; "" if that was lost.
-        config: its sha256.
+        config_digest: the sha256 of config.toml as it was written.
         adopted: the digests of the manifests that existed when an older version's folder got its id.
-        chain_at_adoption: the chain of the rows that existed then.
+        history_chain_when_id_was_given: the chain of the rows that existed then; None where the run began with an id.
     """
 
     id: str
     text: str
-    config: str
+    config_digest: str
     adopted: tuple[str, ...] = ()
-    chain_at_adoption: Chain | None = None
+    history_chain_when_id_was_given: Chain | None = None
 
 
 class Change(NamedTuple):
@@ -78,9 +78,11 @@ def new_id() -> str:
     return uuid4().hex
 
 
-def new_identity(text: str, id: str, adopted: tuple[str, ...] = (), chain_at_adoption: Chain | None = None) -> Identity:
+def new_identity(
+    text: str, id: str, adopted: tuple[str, ...] = (), history_chain_when_id_was_given: Chain | None = None
+) -> Identity:
     """Return the identity of a run whose config.toml has this text."""
-    return Identity(id, text, config_digest(text.encode()), adopted, chain_at_adoption)
+    return Identity(id, text, config_digest(text.encode()), adopted, history_chain_when_id_was_given)
 
 
 # run.json
@@ -88,13 +90,14 @@ def new_identity(text: str, id: str, adopted: tuple[str, ...] = (), chain_at_ado
 
 def write_identity(folder: Path, identity: Identity) -> None:
     """Write run.json atomically."""
+    chain = identity.history_chain_when_id_was_given
     body = {
         "format": FORMAT,
         "id": identity.id,
-        "config": identity.config,
+        "config": identity.config_digest,
         "text": identity.text,
         "adopted": list(identity.adopted),
-        "since": None if identity.chain_at_adoption is None else list(identity.chain_at_adoption),
+        "since": None if chain is None else list(chain),
     }
     disk.replace(folder / RUN, with_digest(body))
 
@@ -170,7 +173,7 @@ def _recovered(folder: Path, config: bytes) -> Identity | None:
         )
     newest = list(known.values())[-1]
     changes = accepted_changes(folder, newest.run)
-    first = changes[0].old if changes else newest.config
+    first = changes[0].old if changes else newest.config_digest
     return Identity(newest.run, config.decode() if first == config_digest(config) else "", first)
 
 
@@ -193,7 +196,7 @@ def check_config(folder: Path, identity: Identity, data: bytes) -> str:
     data: the content of config.toml.
     """
     changes = accepted_changes(folder, identity.id)
-    if config_digest(data) != (changes[-1].new if changes else identity.config):
+    if config_digest(data) != (changes[-1].new if changes else identity.config_digest):
         raise DamagedRecord(
             f"{folder / CONFIG} is not what the run was written with, as {RUN} has it: "
             f"{_describe_edit(folder, identity, changes, data)}. Bring it back from a copy, or if the change is meant, "
@@ -234,7 +237,7 @@ def accept_change(folder: Path, round: int) -> list[list[Any]] | None:
     if identity is None:
         return None  # by a version without ids: its config.toml is adopted as it is when the run is resumed
     changes = accepted_changes(folder, identity.id)
-    before = changes[-1].new if changes else identity.config
+    before = changes[-1].new if changes else identity.config_digest
     if config_digest(data) == before:
         return None
     now = parse_config(folder / CONFIG, config_text(folder / CONFIG, data))
@@ -254,7 +257,7 @@ def _describe_edit(folder: Path, identity: Identity, changes: list[Change], data
     """Return in words how config.toml differs from what was accepted last."""
     before = _last_accepted(identity, changes)
     if not before:
-        return f"its sha256 is {config_digest(data)[:12]}…, and was {identity.config[:12]}…"
+        return f"its sha256 is {config_digest(data)[:12]}…, and was {identity.config_digest[:12]}…"
     try:
         now = parse_config(folder / CONFIG, config_text(folder / CONFIG, data))
     except ValueError:
@@ -286,8 +289,13 @@ def check_provenance(folder: Path, identity: Identity, path: Path, provenance: P
         why = f"it names no run, and was not there when {folder} became the run {identity.id}"
     elif provenance.run != identity.id:
         why = f"it is of the run {provenance.run}, and {folder} holds the run {identity.id}, by its {RUN}"
-    elif provenance.config not in {identity.config, *(change.new for change in accepted_changes(folder, identity.id))}:
-        why = f"it was written with another {CONFIG} (sha256 {provenance.config[:12]}…), which this run never had"
+    elif provenance.config_digest not in {
+        identity.config_digest,
+        *(change.new for change in accepted_changes(folder, identity.id)),
+    }:
+        why = (
+            f"it was written with another {CONFIG} (sha256 {provenance.config_digest[:12]}…), which this run never had"
+        )
     else:
         return
     raise OtherRun(

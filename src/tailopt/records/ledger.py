@@ -13,8 +13,8 @@ again. While rows are being cut off, the seal is marked ("cut"), and readers ski
 The seal has a fixed length and is overwritten in one system call, which a kill does not interrupt. Renaming a new one
 over it would take as long as two rounds of a small simulation, because ext4 then starts to write to the disk.
 
-In a folder by an older version, the chain also starts at the first row: later readers require the rows to be what they
-were when the run was first resumed by a version with chains.
+For a folder by an older version, the chain is computed over all rows that exist when it is first resumed. From then on
+these rows must not change.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Provenance(NamedTuple):
     """To which run, configuration and history a checkpoint belongs; part of its manifest."""
 
     run: str
-    config: str  # sha256 of config.toml
+    config_digest: str  # the sha256 of config.toml
     history_chain: Chain
 
     @classmethod
@@ -81,7 +81,8 @@ class Ledger:
     Args:
         path: of the lines.
         run: the id of the run; None in a folder by a version without ids, whose rows are not checked.
-        chain_at_adoption: of the rows of an older version's folder, used in place of a seal that does not exist yet.
+        history_chain_when_id_was_given: the chain of the rows in an older version's folder, used in place of a seal
+            that does not exist yet.
 
     Examples:
         >>> import tempfile
@@ -96,8 +97,8 @@ class Ledger:
         tailopt.records.checked_json.DamagedRecord: ...history.jsonl is not what was written: its first 2 rows do ...
     """
 
-    def __init__(self, path: Path, run: str | None, chain_at_adoption: Chain | None = None) -> None:
-        self.path, self.run, self.chain_at_adoption = path, run, chain_at_adoption
+    def __init__(self, path: Path, run: str | None, history_chain_when_id_was_given: Chain | None = None) -> None:
+        self.path, self.run, self.history_chain_when_id_was_given = path, run, history_chain_when_id_was_given
         self.seal = path.with_suffix(".seal.json")
         self._chain: Chain | None = None  # None until this process first writes, and after a write that failed
 
@@ -224,8 +225,8 @@ class Ledger:
                     raise ValueError(f"says cut={body['cut']!r}")
                 return Chain.from_json(body["chain"]), body["cut"]
             except FileNotFoundError:
-                if self.chain_at_adoption is not None:
-                    return self.chain_at_adoption, False
+                if self.history_chain_when_id_was_given is not None:
+                    return self.history_chain_when_id_was_given, False
                 problem = "is missing"
                 break
             except (ValueError, KeyError, TypeError) as error:

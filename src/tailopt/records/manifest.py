@@ -86,7 +86,7 @@ def piece_entry(file: str, piece: Piece) -> dict[str, Any]:
 
 
 def manifest_body(
-    moment: tuple[int, int | None],
+    round_and_step: tuple[int, int | None],
     parts: int,
     provenance: Provenance | None,
     tensors: Mapping[str, Any],
@@ -96,14 +96,14 @@ def manifest_body(
     """Return the content of a manifest.
 
     Args:
-        moment: completed rounds, and local steps of the next (None at the end of a round).
+        round_and_step: completed rounds, and local steps of the next (None at the end of a round).
         parts: how many files hold what all nodes share.
         provenance: to which run it belongs.
         tensors: the entries of what all nodes share.
         nodes: by node, the entries of what it keeps to itself.
         meta: plain values, encoded.
     """
-    round, step = moment
+    round, step = round_and_step
     return {
         "format": FORMAT,
         "round": round,

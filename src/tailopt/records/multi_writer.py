@@ -22,7 +22,7 @@ from torch import Tensor
 from tailopt.records import disk
 from tailopt.records.checked_json import with_digest
 from tailopt.records.checkpoint_folders import begin_folder, commit_folder, folder_name
-from tailopt.records.checkpoints import CheckpointWriter
+from tailopt.records.checkpoints import CheckpointOrigin
 from tailopt.records.history import decode, encode
 from tailopt.records.manifest import (
     global_file,
@@ -98,7 +98,7 @@ def finish(
     step: int | None,
     writers: int,
     meta: Callable[[list[dict[str, Any]]], Mapping[str, Any]],
-    checkpoint_writer: CheckpointWriter | None = None,
+    origin: CheckpointOrigin | None = None,
 ) -> Path:
     """Join the parts of all writers into one checkpoint, and give it its name.
 
@@ -108,9 +108,9 @@ def finish(
         step: local steps done in the next round; None at the end of a round.
         writers: how many have written.
         meta: the writers' metas, by number -> the checkpoint's.
-        checkpoint_writer: as for `checkpoints.save`.
+        origin: as for `checkpoints.save`.
     """
-    checkpoint_writer = checkpoint_writer or CheckpointWriter()
+    origin = origin or CheckpointOrigin()
     parts = [read_part(hidden / _part_file(writer)) for writer in range(writers)]
     shared: dict[str, Any] = {}
     for part in parts:
@@ -124,16 +124,14 @@ def finish(
             joined["pieces"].extend(entry["pieces"])
     local = {writer: part["own"] for writer, part in enumerate(parts)}
     joined_meta = encode(dict(meta([decode(part["meta"]) for part in parts])), "meta")
-    checkpoint_writer.check()
-    write_manifest(
-        hidden, manifest_body((round, step), writers, checkpoint_writer.provenance, shared, local, joined_meta)
-    )
+    origin.check_lock()
+    write_manifest(hidden, manifest_body((round, step), writers, origin.provenance, shared, local, joined_meta))
     # The parts go only now: a checkpoint that has its manifest does not need them.
     for writer in range(writers):
         (hidden / _part_file(writer)).unlink()
     disk.sync(hidden)
     path = hidden.with_name(folder_name(round, step))
-    checkpoint_writer.check()
+    origin.check_lock()
     commit_folder(hidden, path)
     return path
 

@@ -45,7 +45,7 @@ class AutoThresholds:
         >>> thresholds = AutoThresholds("inner", "elements")
         >>> thresholds.hparams()
         {'u': 1.0, 'd': 1.0, 's': 1.0}
-        >>> recorder = thresholds.recorder(tensors=1)
+        >>> recorder = thresholds.recorder(n_params=1)
         >>> for step in range(50):
         ...     recorder.add([0], [torch.linspace(-1, 1, 100)], step)
         >>> choice = thresholds.update_from([recorder.statistics()], gradients=50, steps=50)
@@ -81,7 +81,7 @@ class AutoThresholds:
         return self._chosen is None
 
     @property
-    def choice(self) -> str:
+    def choice_message(self) -> str:
         """What was chosen and by which rule, in one line; empty during calibration."""
         return "" if self._chosen is None else f"{self.side.capitalize()} thresholds: {self._about}"
 
@@ -102,9 +102,9 @@ class AutoThresholds:
         u, d, s = (list(column) if len(column) > 1 else column[0] for column in zip(*rows, strict=True))
         return {"u": u, "d": d, "s": s, **clamps}
 
-    def recorder(self, tensors: int) -> GradientRecorder:
+    def recorder(self, n_params: int) -> GradientRecorder:
         """Return what records the gradients of a node in one round."""
-        return GradientRecorder(self.kind, tensors)
+        return GradientRecorder(self.kind, n_params)
 
     def history_entry(self) -> dict[str, Any] | None:
         """Return the thresholds of the coming round for the history: numbers, or one for each tensor."""
@@ -143,7 +143,7 @@ class AutoThresholds:
             )
         self._replace(choose(self._gathered, scale=self._scaling, d=self._d))
         self._gathered, self._gradients = [], 0
-        return self.choice
+        return self.choice_message
 
     def _replace(self, thresholds: Thresholds) -> None:
         self._chosen = thresholds
@@ -167,8 +167,8 @@ class AutoThresholds:
 
 
 @dataclass(frozen=True)
-class RoundThresholds:
-    """Both levels of an algorithm; None for a level whose thresholds are not "auto"."""
+class AutoThresholdsByLevel:
+    """The thresholds of both levels of an algorithm; None for a level where they are not "auto"."""
 
     inner: AutoThresholds | None = None
     outer: AutoThresholds | None = None
@@ -183,9 +183,9 @@ class RoundThresholds:
         return [level.described() for level in self.levels.values()]
 
     @property
-    def choices(self) -> tuple[str, ...]:
-        """What was chosen, a line for each level."""
-        return tuple(level.choice for level in self.levels.values() if level.choice)
+    def choice_messages(self) -> tuple[str, ...]:
+        """What was chosen, a line for each level that has chosen."""
+        return tuple(level.choice_message for level in self.levels.values() if level.choice_message)
 
     def history_entry(self) -> dict[str, Any]:
         """Return the entry of the coming round's row of the history; empty where nothing is "auto"."""
@@ -230,7 +230,7 @@ class RoundThresholds:
         return json.dumps(self.state()).encode() if self.levels else b""
 
 
-NO_AUTO_THRESHOLDS = RoundThresholds()
+NO_AUTO_THRESHOLDS = AutoThresholdsByLevel()
 
 
 def checked_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from tailopt.rounds.mean import BufferMean, CollectedMean, WeightedMean
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.policy import RoundPolicy
 from tailopt.rounds.settle import Settlement, settle
-from tailopt.rules.rule import Hyperparameters, Rule, State, can_step_flat_without_state
+from tailopt.rules.rule import Hyperparameters, ParamState, Rule, can_step_flat_without_state
 from tailopt.thresholds import Statistics
 
 
@@ -52,7 +52,7 @@ class GlobalState:
     names: list[str]
     weights: list[Tensor]
     buffers: dict[str, Tensor]
-    outer_state: list[State]
+    outer_state: list[ParamState]
     average: list[Tensor] | None = None
     round: int = 0
     flat: Tensor | None = None
@@ -80,7 +80,7 @@ class Contribution:
         movement_bound: how far its optimizer can have moved it; unbounded where it is diverged.
         steps: local steps taken.
         flat: the whole displacement as one tensor, laid out like the flat global weights, or None.
-        inner_state: its optimizer's state, where nodes keep it.
+        optimizer_state: the state of its inner optimizer, where nodes keep it.
         diverged_state: where it ended, if it continues from there.
         statistics: of its gradients, if they were asked for.
         threshold_statistics: of its gradients, by tensor, from which thresholds that are "auto" follow; None where
@@ -95,7 +95,7 @@ class Contribution:
     movement_bound: Bound
     steps: int = 0
     flat: Tensor | None = None
-    inner_state: list[State] | None = None
+    optimizer_state: list[ParamState] | None = None
     diverged_state: DivergedState | None = None
     statistics: Any = None
     threshold_statistics: list[Statistics] | None = None
@@ -105,7 +105,7 @@ class Contribution:
 class NodeStates:
     """What the nodes of a round keep for themselves, by node."""
 
-    inner_states: dict[int, list[State]] = field(default_factory=dict)
+    optimizer_states: dict[int, list[ParamState]] = field(default_factory=dict)
     diverged_states: dict[int, DivergedState] = field(default_factory=dict)
 
 
@@ -139,7 +139,7 @@ class RoundMean:
         state: from which the round started.
         participants: who takes part.
         policy: whether the guard checks, and which mean is taken.
-        lost: nodes whose contributions do not arrive. They are not checked, and their inner states move on.
+        lost: nodes whose contributions do not arrive. They are not checked, and their optimizer states move on.
     """
 
     def __init__(
@@ -216,8 +216,8 @@ class RoundMean:
                 self._accumulate(c)
 
     def _collect_node_states(self, c: Contribution) -> None:
-        if c.inner_state is not None:
-            self._node_states.inner_states[c.node] = c.inner_state
+        if c.optimizer_state is not None:
+            self._node_states.optimizer_states[c.node] = c.optimizer_state
         if c.diverged_state is not None and c.node in self._lost:
             self._node_states.diverged_states[c.node] = c.diverged_state
 
@@ -230,7 +230,9 @@ def finish_round(
     policy: RoundPolicy,
     cache: StepCache | None = None,
 ) -> None:
-    """Take steps 5 to 7: `state` moves on to the next global weights. The mean in `result` is used up.
+    """Take steps 5 to 7: `state` moves on to the next global weights.
+
+    `result.delta` is negated in place: it is no longer the mean displacement afterwards.
 
     cache: of the outer rule's step; the engine owns it and passes it in every round.
     """
@@ -249,15 +251,17 @@ def finish_round(
         torch._foreach_lerp_(state.average, state.weights, 2.0 / (state.round + 1))
 
 
-def statistics_of_outer_step(state: GlobalState, result: RoundResult, thresholds: AutoThresholds) -> list[Statistics]:
+def statistics_of_outer_step(
+    state: GlobalState, result: RoundResult, auto_thresholds: AutoThresholds
+) -> list[Statistics]:
     """Return the statistics of what an outer step clipped, after it; none where nothing arrived.
 
     The mean displacement was negated by then, which changes no magnitude.
     """
     if not result.settlement.counted_shares:
         return []
-    clipped = clipped_by_step(_by_tensor(state, result), state.outer_state, thresholds.momentum)
-    return statistics_of_displacement(clipped, thresholds.kind)
+    clipped = clipped_by_step(_by_tensor(state, result), state.outer_state, auto_thresholds.momentum)
+    return statistics_of_displacement(clipped, auto_thresholds.kind)
 
 
 def _by_tensor(state: GlobalState, result: RoundResult) -> list[Tensor]:
@@ -270,7 +274,7 @@ def _by_tensor(state: GlobalState, result: RoundResult) -> list[Tensor]:
 def outer_step(
     state: GlobalState, delta: list[Tensor], outer: Rule, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
-    """Apply the outer rule to the negated mean displacement, which is used up."""
+    """Apply the outer rule to the negated mean displacement; `delta` is negated in place."""
     norms = {}
     if outer.needs_norm:
         per_tensor = hparams.get("scope") == "tensor"

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tailopt.clipping.step_cache import StepCache
-from tailopt.rules.rule import Hyperparameters, Rule, States, StepBound, Tensors, value_for_param
+from tailopt.rules.rule import Hyperparameters, ParamStates, Rule, StepBound, Tensors, value_for_param
 
 
 def _adagrad(
-    params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
+    params: Tensors, grads: Tensors, states: ParamStates, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
     for i, (p, g, state) in enumerate(zip(params, grads, states, strict=True)):
         refuse_sparse(g, "adagrad")

@@ -23,9 +23,9 @@ from tailopt.rules.adagrad import descend_by_quotient, refuse_sparse
 from tailopt.rules.biclip import thresholds
 from tailopt.rules.rule import (
     Hyperparameters,
+    ParamState,
+    ParamStates,
     Rule,
-    State,
-    States,
     StepBound,
     Tensors,
     is_active,
@@ -35,7 +35,7 @@ from tailopt.rules.rule import (
 
 
 def _adam(
-    params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
+    params: Tensors, grads: Tensors, states: ParamStates, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
     beta1, beta2 = hparams["betas"]
     decay, correction = hparams.get("weight_decay", 0.0), hparams["bias_correction"]
@@ -57,7 +57,7 @@ def _adam(
         descend_by_quotient(p, m, root, lr, hparams["eps"])
 
 
-def initial_adam_state(p: Tensor, second_moment: Tensor | None = None, step: int = 0) -> State:
+def initial_adam_state(p: Tensor, second_moment: Tensor | None = None, step: int = 0) -> ParamState:
     """Adam's state before a step: zero moments, or with a given second moment."""
     v = torch.zeros_like(p) if second_moment is None else second_moment.to(p, copy=True)
     return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": v}
@@ -75,7 +75,7 @@ def _step_bound(hparams: Hyperparameters) -> StepBound | None:
 
 
 def _clipped(
-    params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
+    params: Tensors, grads: Tensors, states: ParamStates, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
     each = thresholds(params, grads, hparams)
     clipped = [biclip(g, *clip) for g, clip in zip(grads, each, strict=True)]

@@ -22,12 +22,12 @@ from tailopt.clipping.dispatch import update
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.norms import auto_dead_zone, largest_gradient
 from tailopt.clipping.operators import compute_dtype
-from tailopt.clipping.reference import ClipByValue, Momentum, StepNumbers
+from tailopt.clipping.reference import ClipByValue, Momentum, StepHyperparameters
 from tailopt.clipping.step_cache import StepCache
 from tailopt.rules.rule import (
     Hyperparameters,
+    ParamStates,
     Rule,
-    States,
     StepBound,
     Tensors,
     Thresholds,
@@ -38,7 +38,7 @@ from tailopt.rules.rule import (
 
 
 def _biclip(
-    params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
+    params: Tensors, grads: Tensors, states: ParamStates, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
     names = ("lr", "u", "d")
     momentum, clamp_gradients = float(hparams.get("momentum", 0.0)), hparams.get("clamp_momentum", True)
@@ -47,20 +47,22 @@ def _biclip(
         grads = [torch.where(g.isfinite(), g, 0.0).clamp(-x, x) for g, x in zip(grads, most, strict=True)]
     if not any(isinstance(hparams[name], list) for name in names) and not isinstance(hparams.get("dead_zone"), str):
         clip = ClipByValue(hparams["u"], hparams["d"], hparams.get("dead_zone", 0.0))
-        step = StepNumbers(clip, *scaled_rate_and_decay(hparams, 0))
-        groups = [StepGroup(list(params), list(grads), step)]
+        step_hparams = StepHyperparameters(clip, *scaled_rate_and_decay(hparams, 0))
+        groups = [StepGroup(list(params), list(grads), step_hparams)]
     else:
-        rows = enumerate(zip(params, grads, thresholds(params, grads, hparams), strict=True))
+        each = enumerate(zip(params, grads, thresholds(params, grads, hparams), strict=True))
         groups = [
-            StepGroup([p], [g], StepNumbers(ClipByValue(*c), *scaled_rate_and_decay(hparams, i)))
-            for i, (p, g, c) in rows
+            StepGroup([p], [g], StepHyperparameters(ClipByValue(*c), *scaled_rate_and_decay(hparams, i)))
+            for i, (p, g, c) in each
         ]
     if momentum:
         groups = _with_momentum(groups, states, momentum, clamp_gradients)
     update(groups, cache=cache)
 
 
-def _with_momentum(groups: Sequence[StepGroup], states: States, beta: float, clamp_gradients: bool) -> list[StepGroup]:
+def _with_momentum(
+    groups: Sequence[StepGroup], states: ParamStates, beta: float, clamp_gradients: bool
+) -> list[StepGroup]:
     """The groups with their momenta, split by how many steps these have taken; every count goes up by one."""
     result, first = [], 0
     for group in groups:
@@ -74,8 +76,8 @@ def _with_momentum(groups: Sequence[StepGroup], states: States, beta: float, cla
             by_count.setdefault(state["step"], []).append(i)
         for k, positions in by_count.items():
             momenta = [its_states[i]["momentum_buffer"] for i in positions]
-            step = group.step._replace(momentum=Momentum.at(beta, k)._replace(clamps=clamp_gradients))
-            result.append(group.only(positions)._replace(step=step, momenta=momenta))
+            hparams = group.hparams._replace(momentum=Momentum.at(beta, k)._replace(clamps=clamp_gradients))
+            result.append(group.only(positions)._replace(hparams=hparams, momenta=momenta))
     return result
 
 
@@ -102,7 +104,7 @@ def _sign_thresholds(params: Tensors, grads: Tensors, hparams: Hyperparameters) 
 
 
 def _sign(
-    params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
+    params: Tensors, grads: Tensors, states: ParamStates, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
     _biclip(params, grads, states, {**hparams, "u": 1.0, "d": 1.0}, cache)
 

@@ -21,12 +21,12 @@ from tailopt.clipping.dispatch import update
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.norms import NormRequest, scaling, scaling_in_torch, scalings
 from tailopt.clipping.operators import compute_dtype
-from tailopt.clipping.reference import ScaleToNorm, StepNumbers
+from tailopt.clipping.reference import ScaleToNorm, StepHyperparameters
 from tailopt.clipping.step_cache import StepCache
 from tailopt.rules.rule import (
     Hyperparameters,
+    ParamStates,
     Rule,
-    States,
     StepBound,
     Tensors,
     largest_step,
@@ -38,7 +38,7 @@ SCOPES = ("global", "tensor")
 
 
 def _biclip_l2(
-    params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
+    params: Tensors, grads: Tensors, states: ParamStates, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
     if hparams.get("leading", 0):
         _step_stacked(params, grads, hparams)
@@ -61,9 +61,9 @@ def _biclip_l2(
         clips = scalings(list(grads), list(params), scopes, max(scopes, default=0) + 1, requests)
     groups: list[StepGroup] = []
     for i, (p, g, clip) in enumerate(zip(params, grads, clips, strict=True)):
-        step = StepNumbers(clip, *scaled_rate_and_decay(hparams, i))
-        if not groups or not _same_numbers(groups[-1].step, step):
-            groups.append(StepGroup([], [], step))
+        step_hparams = StepHyperparameters(clip, *scaled_rate_and_decay(hparams, i))
+        if not groups or not _same_hparams(groups[-1].hparams, step_hparams):
+            groups.append(StepGroup([], [], step_hparams))
         groups[-1].params.append(p)
         groups[-1].grads.append(g)
     update(groups, cache=cache)
@@ -75,8 +75,8 @@ def _scaling_of_norm(norm: float, u: float, d: float, dtype: torch.dtype) -> Sca
     return scaling(norm, norm * 0 + 1 if norm else 0.0, u, d, dtype)
 
 
-def _same_numbers(a: StepNumbers, b: StepNumbers) -> bool:
-    """Whether two steps have the same numbers; tensors are compared by identity, which waits for no device."""
+def _same_hparams(a: StepHyperparameters, b: StepHyperparameters) -> bool:
+    """Whether two steps have the same hyperparameters; tensors are compared by identity, which waits for no device."""
     pairs = zip((*a.clip, a.lr), (*b.clip, b.lr), strict=True)
     return all(x is y or (isinstance(x, float) and isinstance(y, float) and x == y) for x, y in pairs)
 

@@ -12,11 +12,11 @@ import torch
 
 from tailopt.clipping.step_cache import StepCache
 from tailopt.rules.adagrad import descend_by_quotient
-from tailopt.rules.rule import Hyperparameters, Rule, States, StepBound, Tensors, product, value_for_param
+from tailopt.rules.rule import Hyperparameters, ParamStates, Rule, StepBound, Tensors, product, value_for_param
 
 
 def _rmsprop(
-    params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
+    params: Tensors, grads: Tensors, states: ParamStates, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
     beta2 = hparams["betas"][1]
     for i, (p, g, state) in enumerate(zip(params, grads, states, strict=True)):

@@ -22,9 +22,9 @@ from tailopt.clipping.operators import Number
 from tailopt.clipping.step_cache import StepCache
 
 Hyperparameters = Mapping[str, Any]
-State = dict[str, Any]  # of one parameter: tensors and plain values; empty before its first step
+ParamState = dict[str, Any]  # tensors and plain values of one parameter; empty before its first step
 Tensors = Sequence[Tensor]
-States = Sequence[State]
+ParamStates = Sequence[ParamState]
 
 
 class StepFunction(Protocol):
@@ -38,7 +38,7 @@ class StepFunction(Protocol):
         self,
         params: Tensors,
         grads: Tensors,
-        states: States,
+        states: ParamStates,
         hparams: Hyperparameters,
         cache: StepCache | None = None,
     ) -> None: ...

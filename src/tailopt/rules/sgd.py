@@ -13,28 +13,28 @@ import torch
 from torch import Tensor
 
 from tailopt.clipping.step_cache import StepCache
-from tailopt.rules.rule import Hyperparameters, Rule, States, Tensors, is_active, value_for_param
+from tailopt.rules.rule import Hyperparameters, ParamStates, Rule, Tensors, is_active, value_for_param
 
 
 def _average(
-    params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
+    params: Tensors, grads: Tensors, states: ParamStates, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
     torch._foreach_sub_(list(params), list(grads))
 
 
 def _sgd(
-    params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
+    params: Tensors, grads: Tensors, states: ParamStates, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
     _descend(params, grads, states, hparams, nesterov=False)
 
 
 def _nesterov(
-    params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
+    params: Tensors, grads: Tensors, states: ParamStates, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
     _descend(params, grads, states, hparams, nesterov=True)
 
 
-def _descend(params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, nesterov: bool) -> None:
+def _descend(params: Tensors, grads: Tensors, states: ParamStates, hparams: Hyperparameters, nesterov: bool) -> None:
     momentum = hparams.get("momentum", 0.0)
     for i, (p, g, state) in enumerate(zip(params, grads, states, strict=True)):
         if is_active(momentum):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tailopt.clipping.step_cache import StepCache
-from tailopt.rules.rule import Hyperparameters, Rule, States, Tensors
+from tailopt.rules.rule import Hyperparameters, ParamStates, Rule, Tensors
 
 REFUSED = {"LBFGS": "it needs a closure", "SparseAdam": "it takes sparse gradients alone"}
 CHANGED_OPTIONS_KEY = "param_group"  # in the first parameter's state: the options that the class changed in its group
@@ -35,7 +35,7 @@ def torch_rule(kind: type[Optimizer]) -> Rule:
         raise ValueError(f"{kind.__name__} cannot be used here: {REFUSED[kind.__name__]}. Take another optimizer.")
 
     def step(
-        params: Tensors, grads: Tensors, states: States, hparams: Hyperparameters, cache: StepCache | None = None
+        params: Tensors, grads: Tensors, states: ParamStates, hparams: Hyperparameters, cache: StepCache | None = None
     ) -> None:
         _step(kind, params, grads, states, hparams)
 
@@ -49,7 +49,7 @@ def _step(
     kind: type[Optimizer],
     params: Tensors,
     grads: Tensors,
-    states: States,
+    states: ParamStates,
     hparams: Hyperparameters,
 ) -> None:
     leaves = [p.detach() for p in params]  # the same memory

@@ -17,7 +17,7 @@ import torch
 from tailopt.arguments import check_counts, check_function
 from tailopt.engines.batches import BatchFunction, BatchSource, LossFunction, batch_digest
 from tailopt.engines.configuration_rounds import Replica
-from tailopt.engines.model_state import trainable
+from tailopt.engines.model_state import trainable_parameters
 from tailopt.engines.simulate import batch_source, node_weights, restoring_global_rng
 from tailopt.engines.stacked_batches import NodeBatches
 from tailopt.records.run_config import storable
@@ -80,8 +80,7 @@ class Problem:
         """Return what a record says about the problem, with digests of the start and of the first batch of a seed."""
         with restoring_global_rng(torch.device("cpu")):
             model, source = self.model(seed), self.source(seed)
-            names, parameters = trainable(model)
-            start = digest(dict(zip(names, [p.detach().cpu() for p in parameters], strict=True)))
+            start = digest({name: p.detach().cpu() for name, p in trainable_parameters(model).items()})
             batches = [
                 batch_digest(NodeBatches(source, node, 1, 0, seed).peek(torch.device("cpu")))[:16]
                 for node in sorted({0, source.nodes - 1})

@@ -29,7 +29,7 @@ from tailopt.engines.configurations import (
     train_configurations,
     why_one_after_another,
 )
-from tailopt.engines.model_state import trainable
+from tailopt.engines.model_state import trainable_parameters
 from tailopt.engines.routes import SEQUENTIAL, Route, VmapRefused
 from tailopt.engines.sequential import seed_python_and_numpy, seed_torch
 from tailopt.engines.simulate import restoring_global_rng
@@ -294,7 +294,7 @@ class Trainer:
             self._evaluated[r] = copy.deepcopy(self._models[r]).to(self._device)
         model = self._evaluated[r]
         buffers = dict(model.named_buffers())
-        own = dict(zip(*trainable(model), strict=True)) | buffers
+        own = trainable_parameters(model) | buffers
         for name, constant in self._models[r].named_buffers():  # the last evaluation may have written into them
             if name not in state:
                 buffers[name].copy_(constant)
@@ -335,7 +335,7 @@ class Trainer:
 
 
 def _checked_model(model: Any, name: str) -> torch.nn.Module:
-    if not isinstance(model, torch.nn.Module) or not trainable(model)[1]:
+    if not isinstance(model, torch.nn.Module) or not trainable_parameters(model):
         raise ValueError(
             f"Invalid model: {name} gives {type(model).__name__}; need a torch.nn.Module with a parameter that trains."
         )

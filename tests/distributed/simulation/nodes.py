@@ -21,7 +21,7 @@ from tailopt.rounds.drops import DROPPED
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.participants import Sampling
 from tailopt.rounds.robust import Aggregate
-from tailopt.rules.rule import State
+from tailopt.rules.rule import ParamState
 from tailopt.rules.table import OUTER
 from tests.distributed.simulation.network import Network, SimulatedCall, SimulatedStore, SimulatedTransport, StoreServer
 from tests.distributed.simulation.plan import NodeFault, Plan
@@ -151,7 +151,7 @@ class SimulatedNode:
         await exchange.start([x])
         exchange.load(params, x)
         exchange.reset_sent_digest(x)
-        states: list[State] = [{} for _ in exchange.own_segments]
+        states: list[ParamState] = [{} for _ in exchange.own_segments]
         sampling = chooser(plan)
         rule = OUTER[plan.outer]
         for t in range(1, plan.rounds + 1):

@@ -9,7 +9,7 @@ import torch
 
 from tailopt.rounds.block_norm import norm
 from tailopt.rounds.robust import Aggregate
-from tailopt.rules.rule import State
+from tailopt.rules.rule import ParamState
 from tailopt.rules.table import OUTER
 from tests.distributed.simulation.nodes import NUMBERS, chooser, damage, digest, local_step
 from tests.distributed.simulation.plan import Plan
@@ -18,7 +18,7 @@ from tests.distributed.simulation.plan import Plan
 def weights_by_round(plan: Plan, used: Mapping[int, Sequence[int]]) -> dict[int, str]:
     """The digest of the weights after every round of which it is known who counted, and before the first."""
     x = [torch.ones(size) for size in plan.sizes]
-    states: list[State] = [{} for _ in x]
+    states: list[ParamState] = [{} for _ in x]
     digests, rule, numbers = {0: digest(x)}, OUTER[plan.outer], {**OUTER[plan.outer].defaults, **NUMBERS[plan.outer]}
     for t in range(1, plan.rounds + 1):
         if t not in used:

@@ -9,20 +9,20 @@ from torch import Tensor
 
 from tailopt.clipping.counts import StatisticsRecorder
 from tailopt.clipping.kernels.kernel import StepGroup, refuses_flat
-from tailopt.clipping.reference import ScaleToNorm, StepNumbers
+from tailopt.clipping.reference import ScaleToNorm, StepHyperparameters
 from tailopt.clipping.step_cache import StepCache
 from tailopt.native import library
 from tailopt.native.calls import DTYPES
 from tailopt.native.clip import TensorTable
 
 
-def refuses(p: Tensor, g: Tensor, step: StepNumbers) -> str:
+def refuses(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> str:
     """Why the C kernel cannot take these tensors; empty if it can."""
     if library.loaded() is None:
         return library.why_missing()
     if p.dtype not in DTYPES or g.dtype != p.dtype:
         return f"it takes fp32, fp64, bf16 and fp16 with gradients of the same type, not {p.dtype} with {g.dtype}"
-    return refuses_flat(p, g, step)
+    return refuses_flat(p, g, hparams)
 
 
 def run(
@@ -39,7 +39,7 @@ def run(
         cache = StepCache(reused=False)
         cache.learn(params, momenta)
         cache.locate(params)
-    rows = cache.rows(groups)
+    step_table = cache.step_table(groups)
     tensors = TensorTable(
         cache.param_addresses,
         cache.locate_gradients(grads),
@@ -54,7 +54,7 @@ def run(
     kernel.clip.run_at(
         _operation(groups),
         tensors,
-        rows,
+        step_table,
         recorder.counters(torch.device("cpu")) if recorder is not None else None,
         [slot for group in groups for slot in group.slots] if recorder is not None else None,
         threads=None if cache.distinct else 1,  # a parameter that is in the list twice takes one step after the other
@@ -65,7 +65,7 @@ def _operation(groups: Sequence[StepGroup]) -> str:
     """What the pass does. Groups with and without momentum come in separate calls."""
     if not groups:
         return "biclip"
-    if isinstance(groups[0].step.clip, ScaleToNorm):
+    if isinstance(groups[0].hparams.clip, ScaleToNorm):
         return "rescale"
     return "momentum" if groups[0].momenta else "biclip"
 

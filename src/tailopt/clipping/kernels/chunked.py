@@ -8,19 +8,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tailopt.clipping.kernels.kernel import StepGroup, as_float, on_device, refuses_flat, row
+from tailopt.clipping.kernels.kernel import StepGroup, as_float, on_device, refuses_flat, table_row
 from tailopt.clipping.operators import compute_dtype
-from tailopt.clipping.reference import ClipByValue, ScaleToNorm, StepNumbers
+from tailopt.clipping.reference import ClipByValue, ScaleToNorm, StepHyperparameters
 
 # Elements of a buffer: 1 MiB in fp32. 128k to 512k elements were within 20 % of each other, 32k took twice as long.
 CHUNK = 262_144
 
 
-def refuses(p: Tensor, g: Tensor, step: StepNumbers) -> str:
+def refuses(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> str:
     """Why the buffers cannot take these tensors; empty if they can."""
-    if isinstance(step.clip, ClipByValue) and math.isinf(as_float(step.clip.d)):
+    if isinstance(hparams.clip, ClipByValue) and math.isinf(as_float(hparams.clip.d)):
         return "d is infinite"
-    return refuses_flat(p, g, step)
+    return refuses_flat(p, g, hparams)
 
 
 def run(groups: Sequence[StepGroup]) -> None:
@@ -32,14 +32,14 @@ def run(groups: Sequence[StepGroup]) -> None:
             if dtype not in buffers:
                 buffers[dtype] = [torch.empty(CHUNK, dtype=dtype) for _ in range(3)]
             flat_p, flat_g = (t.detach().as_strided((n,), (1,)) for t in (p, g))
-            numbers = row(on_device(group.step, p.device, dtype), dtype)
+            numbers = table_row(on_device(group.hparams, p.device, dtype), dtype)
             for start in range(0, n, CHUNK):
                 size = min(CHUNK, n - start)
                 c, other, wide = (b[:size] for b in buffers[dtype])
                 part, x = flat_p[start : start + size], flat_g[start : start + size]
-                _clip_into(c, other, x, group.step.clip, numbers, group.step.maximize)
+                _clip_into(c, other, x, group.hparams.clip, numbers, group.hparams.maximize)
                 target = part if part.dtype == dtype else wide.copy_(part)
-                if group.step.weight_decay:
+                if group.hparams.weight_decay:
                     target.mul_(numbers[1])
                 target.add_(c, alpha=numbers[0])
                 if target is not part:

@@ -1,7 +1,7 @@
-"""What a kernel is, what it takes, and what kernels ask about tensors and steps.
+"""What a kernel is, what it takes, and what kernels ask about tensors and hyperparameters.
 
-A kernel is a function of groups (parameters, gradients, one `StepNumbers`) that changes the parameters in place and
-gives the bits of `reference.step`.
+A kernel is a function of groups (parameters, gradients, one `StepHyperparameters`) that changes the parameters in place
+and gives the bits of `reference.step`.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from torch import Tensor
 
 from tailopt.clipping.counts import is_gap_free
 from tailopt.clipping.operators import Number
-from tailopt.clipping.reference import ClipByValue, StepNumbers
+from tailopt.clipping.reference import ClipByValue, StepHyperparameters
 from tailopt.native.clip import NO_MOMENTUM
 
 PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 
 
 class StepGroup(NamedTuple):
-    """Parameters that take the same step.
+    """Parameters that step with the same hyperparameters.
 
     Args:
         params: the parameters.
         grads: their gradients.
-        step: what they take.
+        hparams: the hyperparameters of the step.
         slots: the row of the counters that each of them has, for statistics.
         momenta: m of each parameter, where the step has momentum.
         step_counts: how many steps m of each parameter has taken, as 0-dim tensors that the caller adds to.
-        corrections: 1 - beta^k of each parameter, where only the device knows k; else it is in the step.
+        corrections: 1 - beta^k of each parameter, where only the device knows k; else it is in `hparams`.
     """
 
     params: list[Tensor]
     grads: list[Tensor]
-    step: StepNumbers
+    hparams: StepHyperparameters
     slots: Sequence[int] = ()
     momenta: Sequence[Tensor] = ()
     step_counts: Sequence[Tensor] = ()
@@ -51,30 +51,30 @@ class StepGroup(NamedTuple):
 
         tensors = some(self.params), some(self.grads)
         rest = some(self.slots), some(self.momenta), some(self.step_counts), some(self.corrections)
-        return StepGroup(*tensors, self.step, *rest)
+        return StepGroup(*tensors, self.hparams, *rest)
 
 
 @dataclass(frozen=True)
 class Kernel:
     """One implementation of the step.
 
-    run changes parameters in place; refuses(p, g, step) is empty, or the reason why the kernel cannot take them.
+    run changes parameters in place; refuses(p, g, hparams) is empty, or the reason why the kernel cannot take them.
     """
 
     name: str
     run: Callable[[Sequence[StepGroup]], None]
-    refuses: Callable[[Tensor, Tensor, StepNumbers], str]
+    refuses: Callable[[Tensor, Tensor, StepHyperparameters], str]
 
 
-def is_scalar(step: StepNumbers) -> bool:
-    """Whether the step's numbers can be read without waiting: none is a tensor with dimensions or on a device."""
-    numbers = (step.lr, *step.clip, *(step.momentum or ()))
+def is_scalar(hparams: StepHyperparameters) -> bool:
+    """Whether all hyperparameters can be read without waiting: none is a tensor with dimensions or on a device."""
+    numbers = (hparams.lr, *hparams.clip, *(hparams.momentum or ()))
     return all(not isinstance(t, Tensor) or (t.numel() == 1 and t.is_cpu) for t in numbers)
 
 
-def has_dimensions(step: StepNumbers) -> bool:
+def has_dimensions(hparams: StepHyperparameters) -> bool:
     """Whether a threshold is a tensor that broadcasts against the parameter."""
-    return any(isinstance(t, Tensor) and t.ndim for t in step.clip)
+    return any(isinstance(t, Tensor) and t.ndim for t in hparams.clip)
 
 
 def as_float(value: Number) -> float:
@@ -82,7 +82,7 @@ def as_float(value: Number) -> float:
     return float(value) if not isinstance(value, Tensor) or (value.numel() == 1 and value.is_cpu) else 0.0
 
 
-def refuses_flat(p: Tensor, g: Tensor, step: StepNumbers) -> str:
+def refuses_flat(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> str:
     """Why two tensors cannot be walked through memory side by side with scalar thresholds."""
     if type(p) not in PLAIN_TYPES or type(g) not in PLAIN_TYPES:
         return f"it takes plain tensors, not {type(p).__name__} with {type(g).__name__}"
@@ -92,27 +92,27 @@ def refuses_flat(p: Tensor, g: Tensor, step: StepNumbers) -> str:
         return f"it runs on the CPU, not on {p.device}"
     if not p.is_floating_point():
         return f"it takes floating types, not {p.dtype}"
-    if not is_scalar(step):
+    if not is_scalar(hparams):
         return "thresholds or lr are tensors with dimensions, or not on the CPU"
     if p.stride() != g.stride() or p.shape != g.shape or not (is_gap_free(p) and is_gap_free(g)):
         return "parameter and gradient lie differently in memory, have gaps, or are lazily negated"
     return ""
 
 
-def row(step: StepNumbers, dtype: torch.dtype) -> tuple[float, ...]:
-    """The numbers of a step in the order of `Row` in clip.c."""
-    clip = tuple(map(float, step.clip))
-    sides = (clip + (1.0, 1.0, 1.0)) if isinstance(step.clip, ClipByValue) else ((math.inf, 0.0, 0.0) + clip)
-    decay = float(step.decay(dtype)) if step.weight_decay else 1.0
-    if step.momentum is None:
-        return (-float(step.lr), decay, float(step.maximize), *sides, *NO_MOMENTUM)
-    beta, correction, _ = step.momentum
-    limit = float(step.gradient_limit(dtype))
-    return (-float(step.lr), decay, float(step.maximize), *sides, beta, 1 - beta, limit, float(correction))
+def table_row(hparams: StepHyperparameters, dtype: torch.dtype) -> tuple[float, ...]:
+    """One row of the step table that the C code takes: the hyperparameters, in the order of `Row` in clip.c."""
+    clip = tuple(map(float, hparams.clip))
+    clip_numbers = (clip + (1.0, 1.0, 1.0)) if isinstance(hparams.clip, ClipByValue) else ((math.inf, 0.0, 0.0) + clip)
+    decay = float(hparams.decay(dtype)) if hparams.weight_decay else 1.0
+    if hparams.momentum is None:
+        return (-float(hparams.lr), decay, float(hparams.maximize), *clip_numbers, *NO_MOMENTUM)
+    beta, correction, _ = hparams.momentum
+    limit = float(hparams.gradient_limit(dtype))
+    return (-float(hparams.lr), decay, float(hparams.maximize), *clip_numbers, beta, 1 - beta, limit, float(correction))
 
 
-def on_device(step: StepNumbers, device: torch.device, dtype: torch.dtype) -> StepNumbers:
-    """The step's tensors where they are used: CPU scalars as numbers (nothing waits for those), others moved."""
+def on_device(hparams: StepHyperparameters, device: torch.device, dtype: torch.dtype) -> StepHyperparameters:
+    """The hyperparameters where they are used: CPU scalars as numbers (nothing waits for those), others moved."""
 
     def ready(value: Number) -> Number:
         if not isinstance(value, Tensor):
@@ -130,5 +130,5 @@ def on_device(step: StepNumbers, device: torch.device, dtype: torch.dtype) -> St
             return float(value)
         return value.to(device=device, dtype=dtype)
 
-    clip = type(step.clip)(*map(ready, step.clip))
-    return StepNumbers(clip, ready(step.lr), step.weight_decay, step.maximize, step.momentum)
+    clip = type(hparams.clip)(*map(ready, hparams.clip))
+    return StepHyperparameters(clip, ready(hparams.lr), hparams.weight_decay, hparams.maximize, hparams.momentum)

@@ -16,20 +16,20 @@ from torch import Tensor
 
 from tailopt.clipping.kernels.kernel import PLAIN_TYPES, StepGroup, on_device
 from tailopt.clipping.operators import Number, compute_dtype
-from tailopt.clipping.reference import ClipByValue, StepNumbers
+from tailopt.clipping.reference import ClipByValue, StepHyperparameters
 from tailopt.native import library
 from tailopt.native.calls import DTYPES
-from tailopt.native.clip import NO_MOMENTUM, StepRows, TensorTable
+from tailopt.native.clip import NO_MOMENTUM, StepTable, TensorTable
 
 SHORTEST = 16  # elements of a row; shorter ones are faster by torch's operations
 KNOWN_FIELDS = {"clip", "lr", "weight_decay", "maximize"}
 
 
-def refuses(p: Tensor, g: Tensor, step: StepNumbers) -> str:
+def refuses(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> str:
     """Why the C kernel cannot take these tensors row by row; empty if it can."""
     if library.loaded() is None:
         return library.why_missing()
-    if any(name not in KNOWN_FIELDS and value for name, value in zip(step._fields, step, strict=True)):
+    if any(name not in KNOWN_FIELDS and value for name, value in zip(hparams._fields, hparams, strict=True)):
         return "it takes thresholds, lr and weight decay alone"
     if g.layout != torch.strided:
         return "the gradient is sparse"
@@ -37,14 +37,14 @@ def refuses(p: Tensor, g: Tensor, step: StepNumbers) -> str:
         return f"it takes plain tensors, not {type(p).__name__} with {type(g).__name__}"
     if p.dtype not in DTYPES or g.dtype != p.dtype or not (p.is_cpu and g.is_cpu):
         return f"it takes fp32, fp64, bf16 and fp16 on the CPU, not {p.dtype} with {g.dtype} on {p.device}"
-    numbers = (step.lr, *step.clip)
+    numbers = (hparams.lr, *hparams.clip)
     if torch.compiler.is_compiling() or any(isinstance(t, Tensor) and t.requires_grad for t in (g, *numbers)):
         return "the step is traced or differentiated"
     if not (p.is_contiguous() and g.is_contiguous()) or p.is_neg() or g.is_neg():
         return "parameter or gradient is not contiguous"
     if any(isinstance(t, Tensor) and (t.dim() > p.dim() or not t.is_cpu) for t in numbers):
         return "a threshold has more dimensions than the parameter, or is not on the CPU"
-    if (lead := _leading(p, step)) and p.numel() < SHORTEST * math.prod(lead):
+    if (lead := _leading(p, hparams)) and p.numel() < SHORTEST * math.prod(lead):
         return f"rows are shorter than {SHORTEST} elements"
     return ""
 
@@ -53,21 +53,21 @@ def run(groups: Sequence[StepGroup]) -> None:
     """Step on one tensor after another, each in one pass."""
     for group in groups:
         for p, g in zip(group.params, group.grads, strict=True):
-            _run(p, g, group.step)
+            _run(p, g, group.hparams)
 
 
-def _run(p: Tensor, g: Tensor, step: StepNumbers) -> None:
+def _run(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> None:
     kernel = library.loaded()
     assert kernel is not None
     if not p.numel():
         return
-    dtype, lead = compute_dtype(p.dtype), _leading(p, step)
-    step = on_device(step, p.device, dtype)
+    dtype, lead = compute_dtype(p.dtype), _leading(p, hparams)
+    hparams = on_device(hparams, p.device, dtype)
     rows, length = math.prod(lead), p.numel() // math.prod(lead)
-    decay: Number = step.decay(dtype) if step.weight_decay else 1.0
-    by_value = isinstance(step.clip, ClipByValue)
-    sides = (*step.clip, 1.0, 1.0, 1.0) if by_value else (math.inf, 0.0, 0.0, *step.clip)
-    numbers = (-step.lr, decay, float(step.maximize), *sides, *NO_MOMENTUM)  # the order of `Row` in clip.c
+    decay: Number = hparams.decay(dtype) if hparams.weight_decay else 1.0
+    by_value = isinstance(hparams.clip, ClipByValue)
+    clip_numbers = (*hparams.clip, 1.0, 1.0, 1.0) if by_value else (math.inf, 0.0, 0.0, *hparams.clip)
+    numbers = (-hparams.lr, decay, float(hparams.maximize), *clip_numbers, *NO_MOMENTUM)  # the order of `Row` in clip.c
     varying = _varying(numbers, p.dim())[: len(lead)]
     table = torch.empty(*varying, len(numbers), dtype=torch.float64)
     for k, value in enumerate(numbers):
@@ -84,13 +84,13 @@ def _run(p: Tensor, g: Tensor, step: StepNumbers) -> None:
             array("q", [length]) * rows,
             array("i", [DTYPES[p.dtype]]) * rows,
         ),
-        StepRows(_filled("d", table), _filled("i", row_of_tensor)),
+        StepTable(_filled("d", table), _filled("i", row_of_tensor)),
     )
 
 
-def _leading(p: Tensor, step: StepNumbers) -> tuple[int, ...]:
-    """The dimensions of a parameter up to the last one along which a number of the step varies."""
-    varying = _varying((step.lr, *step.clip), p.dim())
+def _leading(p: Tensor, hparams: StepHyperparameters) -> tuple[int, ...]:
+    """The dimensions of a parameter up to the last one along which a hyperparameter varies."""
+    varying = _varying((hparams.lr, *hparams.clip), p.dim())
     return tuple(p.shape[: max((i + 1 for i, size in enumerate(varying) if size > 1), default=0)])
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from tailopt.clipping import reference
 from tailopt.clipping.kernels.kernel import StepGroup, on_device
 from tailopt.clipping.operators import Number, compute_dtype, real_parts
-from tailopt.clipping.reference import ClipByValue, ScaleToNorm, StepNumbers
+from tailopt.clipping.reference import ClipByValue, ScaleToNorm, StepHyperparameters
 
 
-def refuses(p: Tensor, g: Tensor, step: StepNumbers) -> str:
+def refuses(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> str:
     """Empty: it takes everything."""
     return ""
 
@@ -22,39 +22,39 @@ def run(groups: Sequence[StepGroup]) -> None:
     """Step on one tensor after another."""
     for group in groups:
         for p, g in zip(group.params, group.grads, strict=True):
-            _single(p, g, group.step)
+            _single(p, g, group.hparams)
 
 
-def _single(p: Tensor, g: Tensor, step: StepNumbers) -> None:
+def _single(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> None:
     dtype = compute_dtype(p.dtype)
-    step = on_device(step, p.device, dtype)
+    hparams = on_device(hparams, p.device, dtype)
     if p.is_complex():  # sparse; dense ones came as pairs of reals
         p = torch.view_as_real(p)
     wide = p if p.dtype == dtype else p.to(dtype)
-    if step.weight_decay:
-        decay = step.decay(dtype)
+    if hparams.weight_decay:
+        decay = hparams.decay(dtype)
         if isinstance(decay, Tensor) and decay.requires_grad:  # its derivative needs the value that is about to change
             wide = wide.clone()
         wide.mul_(decay)
     if g.is_sparse:  # the touched coordinates step as if the gradient were dense
         g = g.coalesce()
-        where, clip, g = tuple(g.indices()), at_coordinates(step.clip, g), real_parts(g)
+        where, clip, g = tuple(g.indices()), at_coordinates(hparams.clip, g), real_parts(g)
         touched = wide[where]
-        _descend(touched, clip, g.to(dtype), step)
+        _descend(touched, clip, g.to(dtype), hparams)
         wide[where] = touched
     else:
-        _descend(wide, step.clip, g.to(dtype), step)
+        _descend(wide, hparams.clip, g.to(dtype), hparams)
     if wide is not p:
         p.copy_(wide)
 
 
-def _descend(wide: Tensor, clip: ClipByValue | ScaleToNorm, g: Tensor, step: StepNumbers) -> None:
+def _descend(wide: Tensor, clip: ClipByValue | ScaleToNorm, g: Tensor, hparams: StepHyperparameters) -> None:
     """wide <- fma(-lr, clip(g), wide), in place."""
-    c = clip(-g if step.maximize else g)
-    if isinstance(step.lr, Tensor):
-        wide.addcmul_(c, -step.lr)
+    c = clip(-g if hparams.maximize else g)
+    if isinstance(hparams.lr, Tensor):
+        wide.addcmul_(c, -hparams.lr)
     else:
-        wide.add_(c, alpha=-step.lr)
+        wide.add_(c, alpha=-hparams.lr)
 
 
 def at_coordinates(clip: ClipByValue | ScaleToNorm, g: Tensor) -> ClipByValue | ScaleToNorm:
@@ -74,9 +74,9 @@ def run_reference(groups: Sequence[StepGroup]) -> None:
     with torch.no_grad():
         for group in groups:
             for p, g in zip(group.params, group.grads, strict=True):
-                p.copy_(reference.step(p, g, group.step))
+                p.copy_(reference.step(p, g, group.hparams))
 
 
-def refuses_reference(p: Tensor, g: Tensor, step: StepNumbers) -> str:
+def refuses_reference(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> str:
     """Why the reference cannot take these tensors; empty if it can."""
     return "the gradient is sparse" if g.layout != torch.strided else ""

@@ -19,12 +19,12 @@ from tailopt.clipping.operators import is_transformed
 SUSPICIOUS = 1 << 32
 
 
-def check_memory(tensors: Sequence[Tensor], where: array[int] | None = None) -> None:
-    """Raise a RuntimeError for a tensor that has elements and no memory for them.
+def check_not_freed(tensors: Sequence[Tensor], addresses: array[int] | None = None) -> None:
+    """Raise a RuntimeError for a tensor that has elements but whose storage was freed.
 
-    where: the addresses of the tensors, if they are known; then only storages at suspicious addresses are checked.
+    addresses: those of the tensors, if they are known; then only storages at suspicious addresses are checked.
     """
-    if where is not None and min(where, default=SUSPICIOUS) >= SUSPICIOUS:
+    if addresses is not None and min(addresses, default=SUSPICIOUS) >= SUSPICIOUS:
         return
     for t in tensors:
         if is_freed(t):
