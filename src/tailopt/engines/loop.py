@@ -69,7 +69,7 @@ class Loop:
     Args:
         engine: produces the displacements.
         policy: of the rounds.
-        outer_schedule: the outer rule, with its hyperparameters in every round.
+        outer_hyperparameters: the outer rule and its hyperparameters in every round.
         auto_thresholds: the thresholds of both rules that are "auto".
         reporting: what is shown and written.
         run: the run folder, or None.
@@ -79,7 +79,7 @@ class Loop:
         self,
         engine: Engine,
         policy: RoundPolicy,
-        outer_schedule: RuleHyperparameters,
+        outer_hyperparameters: RuleHyperparameters,
         auto_thresholds: AutoThresholdsByLevel,
         reporting: Reporting,
         run: Run | None = None,
@@ -88,7 +88,7 @@ class Loop:
         self.rounds = policy.rounds
         self.history: list[dict[str, Any]] = []
         self._engine, self._policy, self._reporting, self._run = engine, policy, reporting, run
-        self._outer_schedule, self._auto_thresholds = outer_schedule, auto_thresholds
+        self._outer_hyperparameters, self._auto_thresholds = outer_hyperparameters, auto_thresholds
         self._outer_cache = StepCache()
         self._in_outer_step = False  # while the state has parts of two rounds
         self._state_is_ahead = False  # while the state contains a round whose row is not in the history yet
@@ -146,7 +146,7 @@ class Loop:
         began = time.perf_counter()
         t, policy = state.round + 1, self._policy
         participants, lost = policy.draw(t), policy.draw_drops(t)
-        hparams, auto_thresholds_entry = self._outer_schedule.at(t), self._auto_thresholds.history_entry()
+        hparams, auto_thresholds_entry = self._outer_hyperparameters.at(t), self._auto_thresholds.history_entry()
         with torch.no_grad():
             mean = RoundMean(state, participants, policy, lost)
             diverging = lost if policy.dropped_nodes_diverge else ()
@@ -156,7 +156,7 @@ class Loop:
             trained = time.perf_counter()
             self._engine.load_into_model(state)  # so that an outer step that is interrupted can be undone
             self._in_outer_step = self._state_is_ahead = True
-            finish_round(state, result, self._outer_schedule.rule, hparams, policy, self._outer_cache)
+            finish_round(state, result, self._outer_hyperparameters.rule, hparams, policy, self._outer_cache)
             self._in_outer_step = False
             self._update_auto_thresholds(state, result)
         self._engine.keep_node_states(result)

@@ -45,7 +45,7 @@ class LocalTraining:
 
     Args:
         algorithm: whose inner rule takes the steps.
-        inner_schedule: that rule, with its hyperparameters in every round and local step.
+        inner_hyperparameters: that rule and its hyperparameters in every round and local step.
         loss: (model, batch) -> a scalar tensor.
         batches: of every node.
         seed: of the run.
@@ -57,7 +57,7 @@ class LocalTraining:
     """
 
     algorithm: Algorithm
-    inner_schedule: RuleHyperparameters
+    inner_hyperparameters: RuleHyperparameters
     loss: LossFunction
     batches: BatchSource
     seed: int
@@ -119,10 +119,10 @@ class Sequential:
         steps_done, steps = self.steps_done[node], training.batches.steps(node)
         optimizer_state = self._optimizer_state_at_start(state, node)
         # a node that did not start from the global weights may have come from anywhere: nothing bounds it
-        movement_bound = training.inner_schedule.bound(t, steps_done, steps) if diverged is None else Bound(None)
-        tensors, auto_thresholds = len(model_state.params), training.inner_schedule.auto_thresholds
-        statistics_recorder = StatisticsRecorder("counts", tensors) if training.statistics else None
-        threshold_recorder = None if auto_thresholds is None else auto_thresholds.recorder(tensors)
+        movement_bound = training.inner_hyperparameters.bound(t, steps_done, steps) if diverged is None else Bound(None)
+        n_params, auto_thresholds = len(model_state.params), training.inner_hyperparameters.auto_thresholds
+        statistics_recorder = StatisticsRecorder("counts", n_params) if training.statistics else None
+        threshold_recorder = None if auto_thresholds is None else auto_thresholds.recorder(n_params)
         losses = self._local_steps(node, t, steps, optimizer_state, statistics_recorder, threshold_recorder)
         diverged_state = model_state.diverged_state() if diverges else None
         keeps_state = training.algorithm.inner_state == "keep"
@@ -138,7 +138,7 @@ class Sequential:
             steps=steps,
             optimizer_state=[copied_to(s, "cpu") for s in optimizer_state] if keeps_state else None,
             diverged_state=diverged_state,
-            statistics=None if statistics_recorder is None else statistics_recorder.take(tensors),
+            statistics=None if statistics_recorder is None else statistics_recorder.take(n_params),
             threshold_statistics=None if threshold_recorder is None else threshold_recorder.statistics(),
         )
 
@@ -152,7 +152,8 @@ class Sequential:
         threshold_recorder: GradientRecorder | None,
     ) -> list[Tensor]:
         """Take the local steps of a node's round; returns their losses."""
-        params, steps_done, at = self._model_state.params, self.steps_done[node], self._training.inner_schedule.at
+        params, steps_done = self._model_state.params, self.steps_done[node]
+        hparams_at = self._training.inner_hyperparameters.at
         seed = derive_seed(self._seed, "model", t, node)
         seed_python_and_numpy(seed)
         batches = self._training.batches.batches(node, t, steps_done, steps)
@@ -167,7 +168,7 @@ class Sequential:
                 losses.append(self._backward(to_device(batch, self._device), params))
             except Exception as error:
                 raise _with_location(error, node, t, step) from error.__cause__
-            self._inner_step(params, optimizer_state, at(t, steps_done + step), statistics_recorder)
+            self._inner_step(params, optimizer_state, hparams_at(t, steps_done + step), statistics_recorder)
             if threshold_recorder is not None:
                 self._record_clipped(params, optimizer_state, threshold_recorder, steps_done + step)
         for p in params:
@@ -218,11 +219,11 @@ class Sequential:
             hparams = {k: [v[i] for i in moving] if isinstance(v, list) else v for k, v in hparams.items()}
             weights, states = [weights[i] for i in moving], [states[i] for i in moving]
         if statistics_recorder is not None:
-            thresholds = self._training.inner_schedule.rule.thresholds(weights, grads, hparams)
+            thresholds = self._training.inner_hyperparameters.rule.thresholds(weights, grads, hparams)
             for i, g, of_tensor in zip(moving, grads, thresholds, strict=True):
                 count_in_torch(g.coalesce() if g.is_sparse else g, i, of_tensor, statistics_recorder.counters(g.device))
         if weights:
-            self._training.inner_schedule.rule.step(weights, grads, states, hparams, self._step_cache)
+            self._training.inner_hyperparameters.rule.step(weights, grads, states, hparams, self._step_cache)
 
     def _record_clipped(
         self,
@@ -232,10 +233,10 @@ class Sequential:
         steps_done: int,
     ) -> None:
         """Record what a step clipped, from which thresholds that are "auto" follow."""
-        assert self._training.inner_schedule.auto_thresholds is not None
+        assert self._training.inner_hyperparameters.auto_thresholds is not None
         moving = [i for i, p in enumerate(params) if p.grad is not None]
         grads = [as_real(g) for p in params if (g := p.grad) is not None]
-        momentum = self._training.inner_schedule.auto_thresholds.momentum
+        momentum = self._training.inner_hyperparameters.auto_thresholds.momentum
         recorder.add(moving, clipped_by_step(grads, [states[i] for i in moving], momentum), steps_done)
 
     def _autocast(self) -> AbstractContextManager[Any]:

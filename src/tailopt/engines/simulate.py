@@ -265,11 +265,15 @@ class Simulation:
         return Result(working, mean, loop.history, self.algorithm, self.policy.seed, chosen)
 
     def _training(
-        self, inner_schedule: RuleHyperparameters, device: torch.device, statistics: bool, records: RunFolderOptions
+        self,
+        inner_hyperparameters: RuleHyperparameters,
+        device: torch.device,
+        statistics: bool,
+        records: RunFolderOptions,
     ) -> LocalTraining:
         return LocalTraining(
             algorithm=self.algorithm,
-            inner_schedule=inner_schedule,
+            inner_hyperparameters=inner_hyperparameters,
             loss=self.loss,
             batches=self.batches,
             seed=self.policy.seed,

@@ -27,7 +27,7 @@ def save(
     run: Run, state: GlobalState, engine: Engine, auto_thresholds: AutoThresholdsByLevel = NO_AUTO_THRESHOLDS
 ) -> Path:
     """Write everything that a run needs to continue."""
-    tensors, structure = checkpoints.pack(
+    tensors, packed_global_state = checkpoints.pack(
         {
             "weights": dict(zip(state.names, state.weights, strict=True)),
             "buffers": state.buffers,
@@ -37,18 +37,20 @@ def save(
         "global",
     )
     nodes: dict[int, dict[str, Tensor]] = {}
-    inner: dict[str, Any] = {}
+    packed_optimizer_states: dict[str, Any] = {}
     for node, states in engine.optimizer_states.items():
-        nodes[node], inner[str(node)] = checkpoints.pack(states, "inner")
-    diverged: dict[str, Any] = {}
-    for node, at in engine.diverged_states.items():
-        own, diverged[str(node)] = checkpoints.pack({"weights": at.weights, "buffers": at.buffers}, "own")
+        nodes[node], packed_optimizer_states[str(node)] = checkpoints.pack(states, "inner")
+    packed_diverged_states: dict[str, Any] = {}
+    for node, diverged in engine.diverged_states.items():
+        values = {"weights": diverged.weights, "buffers": diverged.buffers}
+        own, packed_diverged_states[str(node)] = checkpoints.pack(values, "own")
         nodes[node] = {**nodes.get(node, {}), **own}
-    # "own" are the diverged states, and "taken" the local steps done: the format keeps the names that it began with
+    # "inner" are the optimizer states, "own" the diverged states, and "taken" the local steps done: the format keeps
+    # the names that it began with
     meta = {
-        "global": structure,
-        "inner": inner,
-        "own": diverged,
+        "global": packed_global_state,
+        "inner": packed_optimizer_states,
+        "own": packed_diverged_states,
         "taken": engine.steps_done,
         "probe": engine.repeatability_probe,
         # left out where nothing is "auto": checkpoints keep their bytes
@@ -87,8 +89,8 @@ def _contents(snapshot: checkpoints.Snapshot) -> _Contents:
         {key: shared[key] for key in ("weights", "buffers", "outer", "average")},
         [int(steps) for steps in meta["taken"]],
         dict(meta["probe"]),
-        {int(n): checkpoints.unpack(nodes[int(n)], structure) for n, structure in meta["inner"].items()},
-        {int(n): DivergedState(**checkpoints.unpack(nodes[int(n)], structure)) for n, structure in diverged.items()},
+        {int(n): checkpoints.unpack(nodes[int(n)], packed) for n, packed in meta["inner"].items()},
+        {int(n): DivergedState(**checkpoints.unpack(nodes[int(n)], packed)) for n, packed in diverged.items()},
         checked_state(meta.get("thresholds", {})),
     )
 

@@ -35,14 +35,14 @@ class Vectorized(Sequential):
     """Local steps of all participants as one program; everything between rounds is the sequential engine's."""
 
     def __init__(self, model: torch.nn.Module, training: LocalTraining) -> None:
-        if training.inner_schedule.auto_thresholds is not None:
+        if training.inner_hyperparameters.auto_thresholds is not None:
             raise ValueError(
                 'Invalid engine: "vectorized" with i_u="auto", whose statistics are recorded node by node. Take '
                 'engine="sequential", or give i_u and i_d as numbers.'
             )
         super().__init__(model, training)
         self._program = StackedModel(model, training.loss, PRECISIONS[training.precision])
-        rule = training.inner_schedule.rule
+        rule = training.inner_hyperparameters.rule
         named = isinstance(training.algorithm.inner, str)
         self._inner: InnerSteps = StackedSteps(rule) if named else SeparateSteps(rule)
         compiled = training.route.name == COMPILED
@@ -78,7 +78,7 @@ class Vectorized(Sequential):
             optimizer_state = None
             if training.algorithm.inner_state == "keep":
                 optimizer_state = [copied_to(s, "cpu") for s in self._inner.state(row)]
-            movement_bound = training.inner_schedule.bound(t, source.steps_done, source.steps)
+            movement_bound = training.inner_hyperparameters.bound(t, source.steps_done, source.steps)
             if node in self.diverged_states:  # it did not start from the global weights: nothing bounds it
                 movement_bound = Bound(None)
             yield Contribution(
@@ -98,7 +98,7 @@ class Vectorized(Sequential):
         return StackedRound(
             program=self._program,
             inner=self._inner,
-            hparams_at=self._training.inner_schedule.at,
+            hparams_at=self._training.inner_hyperparameters.at,
             plain_loss=self._plain_loss,
             seed=self._seed,
             device=self._device,
@@ -151,7 +151,7 @@ class Vectorized(Sequential):
         chosen: Mapping[str, Any] = {
             k: [v[i] for i in moving] if isinstance(v, list) else v for k, v in hparams.items()
         }
-        rule = self._training.inner_schedule.rule
+        rule = self._training.inner_hyperparameters.rule
         for k, row in enumerate(rows):
             own = [as_real(g[k]) for g in grads if g is not None]
             thresholds = rule.thresholds([as_real(weights[i][k]) for i in moving], own, chosen)

@@ -45,7 +45,7 @@ class AutoThresholds:
         >>> thresholds = AutoThresholds("inner", "elements")
         >>> thresholds.hparams()
         {'u': 1.0, 'd': 1.0, 's': 1.0}
-        >>> recorder = thresholds.recorder(tensors=1)
+        >>> recorder = thresholds.recorder(n_params=1)
         >>> for step in range(50):
         ...     recorder.add([0], [torch.linspace(-1, 1, 100)], step)
         >>> choice = thresholds.update_from([recorder.statistics()], gradients=50, steps=50)
@@ -102,9 +102,9 @@ class AutoThresholds:
         u, d, s = (list(column) if len(column) > 1 else column[0] for column in zip(*rows, strict=True))
         return {"u": u, "d": d, "s": s, **clamps}
 
-    def recorder(self, tensors: int) -> GradientRecorder:
+    def recorder(self, n_params: int) -> GradientRecorder:
         """Return what records the gradients of a node in one round."""
-        return GradientRecorder(self.kind, tensors)
+        return GradientRecorder(self.kind, n_params)
 
     def history_entry(self) -> dict[str, Any] | None:
         """Return the thresholds of the coming round for the history: numbers, or one for each tensor."""

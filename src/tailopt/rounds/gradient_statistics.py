@@ -36,17 +36,17 @@ class GradientRecorder:
 
     Args:
         kind: what is recorded.
-        tensors: how many parameters there are.
+        n_params: how many parameters there are.
 
     Examples:
-        >>> recorder = GradientRecorder("norm", tensors=2)
+        >>> recorder = GradientRecorder("norm", n_params=2)
         >>> recorder.add([0, 1], [torch.tensor([3.0]), torch.tensor([4.0])], steps_done=0)
         >>> recorder.statistics()
         [Norms(values=(5.0,))]
     """
 
-    def __init__(self, kind: Kind, tensors: int) -> None:
-        self.kind, self._tensors = kind, tensors
+    def __init__(self, kind: Kind, n_params: int) -> None:
+        self.kind, self._n_params = kind, n_params
         self._counters: dict[torch.device, Counters] = {}
         self._norms: list[list[float]] = []  # by step
         self._before: Tensor | None = None  # what a checkpoint had recorded of this round
@@ -78,7 +78,7 @@ class GradientRecorder:
     def _begun(self, device: torch.device) -> Counters:
         """Counters that continue from a checkpoint, if there was one: sums go on in the order of the steps."""
         if self._before is None:
-            return Counters.empty(self._tensors, histogram=True, device=device)
+            return Counters.empty(self._n_params, histogram=True, device=device)
         table, bins, logs = (part.contiguous() for part in self._before.to(device).split([7, BINS, BINS], -1))
         self._before = None
         return Counters(table, bins, logs)
@@ -89,7 +89,7 @@ class GradientRecorder:
             self._norms.append(list(lengths))
         else:
             known = dict(zip(positions, lengths, strict=True))
-            self._norms.append([known.get(i, 0.0) for i in range(self._tensors)])
+            self._norms.append([known.get(i, 0.0) for i in range(self._n_params)])
 
     def packed(self, steps: int = 0) -> Tensor:
         """Everything that was recorded, on the CPU; waits for the device.
@@ -99,8 +99,8 @@ class GradientRecorder:
         if self.kind == "elements":
             tables = [_packed(counters).cpu() for counters in self._counters.values()]
             tables += [] if self._before is None else [self._before]
-            return _added(torch.stack([*tables, torch.zeros(self._tensors, _WORDS, dtype=torch.int64)]))
-        columns = self._tensors if self.kind == "tensor norms" else 1
+            return _added(torch.stack([*tables, torch.zeros(self._n_params, _WORDS, dtype=torch.int64)]))
+        columns = self._n_params if self.kind == "tensor norms" else 1
         rows = [torch.tensor(row, dtype=torch.float64) for row in self._norms]
         rows = [*([] if self._before is None else self._before), *rows]
         missing = torch.full((max(steps - len(rows), 0), columns), _NO_STEP, dtype=torch.float64)
@@ -138,14 +138,14 @@ def clipped_by_step(grads: Sequence[Tensor], states: Sequence[ParamState], momen
     return [state["momentum_buffer"] / (1 - momentum ** state["step"]) for state in states]
 
 
-def counters_of_parts(parts: Sequence[Tensor], slots: Sequence[int], tensors: int) -> Tensor:
+def counters_of_parts(parts: Sequence[Tensor], slots: Sequence[int], n_params: int) -> Tensor:
     """Packed counts of parts of a mean displacement, each in the row of its tensor; squares are left out."""
     by_device: dict[torch.device, list[int]] = {}
     for i, part in enumerate(parts):
         by_device.setdefault(part.device, []).append(i)
-    packed = torch.zeros(tensors, _WORDS, dtype=torch.int64)
+    packed = torch.zeros(n_params, _WORDS, dtype=torch.int64)
     for device, chosen in by_device.items():
-        counters = Counters.empty(tensors, histogram=True, device=device)
+        counters = Counters.empty(n_params, histogram=True, device=device)
         add([parts[i] for i in chosen], [slots[i] for i in chosen], _UNBOUNDED, counters)
         counters.reals[:, 0] = 0.0
         packed = packed + _packed(counters).cpu()

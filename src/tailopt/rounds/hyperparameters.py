@@ -71,7 +71,7 @@ class RuleHyperparameters:
         """Return the hyperparameters in round t, for a node that has taken `steps_done` local steps before this one."""
         if self._constant is not None:
             return self._constant
-        values = self._cached("at", t, steps_done, lambda: self._evaluated(t, steps_done + 1))
+        values = self._cached("hparams", t, steps_done, lambda: self._evaluated(t, steps_done + 1))
         if not self.schedules and self.auto_thresholds is None:
             self._constant = values
         return values
@@ -79,7 +79,10 @@ class RuleHyperparameters:
     def bound(self, t: int, steps_done: int, steps: int) -> Bound:
         """Return how far a node can move in `steps` local steps of round t."""
         return self._cached(
-            steps, t, steps_done, lambda: bound(self.rule, (self.at(t, steps_done + k) for k in range(steps)))
+            ("bound", steps),
+            t,
+            steps_done,
+            lambda: bound(self.rule, (self.at(t, steps_done + k) for k in range(steps))),
         )
 
     def sampled_schedules(self, rounds: int | None, steps: int) -> dict[str, dict[str, Any]]:
@@ -100,10 +103,10 @@ class RuleHyperparameters:
             sampled[name] = {f"{per} {t}": _value_or_error(schedule, self.base[key], t, name) for t in moments}
         return sampled
 
-    def _cached(self, kind: str | int, t: int, steps_done: int, compute: Callable[[], T]) -> T:
+    def _cached(self, quantity: str | tuple[str, int], t: int, steps_done: int, compute: Callable[[], T]) -> T:
         # what no schedule changes is computed once for the whole run
         version = 0 if self.auto_thresholds is None else self.auto_thresholds.version
-        key = (kind, t if self.schedules else 0, steps_done if self.by_step else 0, version)
+        key = (quantity, t if self.schedules else 0, steps_done if self.by_step else 0, version)
         if key not in self._cache:
             if len(self._cache) > CACHED:
                 self._cache.clear()

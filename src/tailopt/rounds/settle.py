@@ -78,15 +78,15 @@ class Settlement:
     def history_row(self, metrics: Mapping[str, Any], statistics: Mapping[str, Any]) -> dict[str, Any]:
         """Return the round as a row of the history; a node drawn twice has two entries that share its weight."""
         drawn, weights = list(self.participants.drawn), self.weights
-        entries = dict.fromkeys(drawn, 1)
-        if len(entries) < len(drawn):
-            entries = {i: drawn.count(i) for i in entries}
+        times_drawn = dict.fromkeys(drawn, 1)
+        if len(times_drawn) < len(drawn):
+            times_drawn = {i: drawn.count(i) for i in times_drawn}
         return {
             "round": self.round,
             "loss": self._mean_loss(weights),
             "participants": drawn,
             "steps": [self.steps[i] for i in drawn],
-            "weights": [weights.get(i, 0.0) / entries[i] for i in drawn],
+            "weights": [weights.get(i, 0.0) / times_drawn[i] for i in drawn],
             "excluded": [e.as_dict() for e in self.excluded],
             "metrics": dict(metrics),
             "statistics": dict(statistics),

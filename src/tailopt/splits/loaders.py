@@ -118,8 +118,8 @@ class NodeData:
         """Return the samples of one batch: indices of the dataset, in the order in which they are read."""
         if not self.repeatable:
             raise RuntimeError(f"Node {self.node} reads {self.own_order}: the samples of a batch are not known.")
-        done, span = self._span(whole_number("number", number, low=0, convert=True))
-        return self._shuffled(done)[0][span]
+        pass_number, span = self._span(whole_number("number", number, low=0, convert=True))
+        return self._shuffled(pass_number)[0][span]
 
     def batches(self, start: int, count: int) -> Iterator[Any]:
         """Yield batches `start` to `start + count - 1`.
@@ -173,21 +173,22 @@ class NodeData:
         return drop_last or loader.drop_last
 
     def _span(self, number: int) -> tuple[int, slice]:
-        """Return the pass of a batch, and the positions of its samples in the order of that pass."""
-        done, k = divmod(number, self._per_pass)
+        """Return the number of a batch's pass, and the positions of its samples in the order of that pass."""
+        pass_number, k = divmod(number, self._per_pass)
         size = self.batch_size or 1
-        return done, slice(k * size, (k + 1) * size)
+        return pass_number, slice(k * size, (k + 1) * size)
 
-    def _shuffled(self, done: int) -> tuple[Tensor, Tensor]:
+    def _shuffled(self, pass_number: int) -> tuple[Tensor, Tensor]:
         """Return the order of a pass, as sample indices and as rows of the reader; the latest pass is cached."""
-        if self._cached_pass is None or self._cached_pass[0] != done:
-            order = torch.randperm(cast(int, self.samples), generator=generator(self.seed, "order", self.node, done))
-            self._cached_pass = done, order, self._reader.rows(order)
+        if self._cached_pass is None or self._cached_pass[0] != pass_number:
+            order_generator = generator(self.seed, "order", self.node, pass_number)
+            order = torch.randperm(cast(int, self.samples), generator=order_generator)
+            self._cached_pass = pass_number, order, self._reader.rows(order)
         return self._cached_pass[1:]
 
     def _rows(self, number: int) -> Tensor:
-        done, span = self._span(number)
-        return self._shuffled(done)[1][span]
+        pass_number, span = self._span(number)
+        return self._shuffled(pass_number)[1][span]
 
     def _through_torch(self, start: int, count: int) -> Iterator[Any]:
         """Read by a torch DataLoader, for workers and pinned memory; it begins no batch after the last."""
