@@ -104,7 +104,7 @@ class StepCache:
         return now
 
     def same_hparams_as_last_call(self, groups: Sequence[StepGroup]) -> bool:
-        """Whether each group has the object of hyperparameters, and as many parameters, as in the last call.
+        """Whether each group has the hyperparameters (the very object) and the number of parameters of the last call.
 
         False after a call with tensors among the hyperparameters, since these can change in place.
         """

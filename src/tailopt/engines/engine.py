@@ -40,7 +40,10 @@ class Engine(Protocol):
         """
 
     def load_into_model(self, state: GlobalState) -> None:
-        """Load the global weights and buffers into the model; no contribution is used any more."""
+        """Load the global weights and buffers into the model.
+
+        This overwrites the memory that a contribution may alias: call it when no contribution is needed any more.
+        """
 
     def keep_node_states(self, result: RoundResult) -> None:
         """Take over what nodes keep after a round."""

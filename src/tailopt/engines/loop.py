@@ -102,7 +102,7 @@ class Loop:
             run.require_no_rows()
             return
         restore(snapshot, state, self._engine, self._auto_thresholds)
-        self._engine.check_repeatable()  # before anything is dropped
+        self._engine.check_repeatable()  # before newer checkpoints and rows are deleted
         checkpoints.rewind(run.path, state.round)
         run.rewind(state.round, snapshot.provenance and snapshot.provenance.history_chain)
         self.history = run.history()
@@ -114,6 +114,7 @@ class Loop:
 
     def go(self, state: GlobalState) -> None:
         """Run until `rounds` are done, or until something stops it; then the model has the last whole round."""
+        # the round of the last checkpoint; -1 in a run that begins: its state before round 1 is saved first
         saved = state.round if self.history or state.round else -1
         every = self._reporting.checkpoint_every
         try:
@@ -138,7 +139,8 @@ class Loop:
                 raise error.ending_run(last) from None
             raise
         finally:
-            # during an outer step it is the model that has the last whole round, and no longer the state
+            # If an outer step was interrupted, `state` is half updated, but the model still holds the last finished
+            # round, and must not be overwritten.
             if not self._in_outer_step:
                 self._engine.load_into_model(state)
 
@@ -207,7 +209,8 @@ class Loop:
         """Save the last whole round of a run that an error ends, and log the error; returns the round that is saved."""
         if self._run is None or isinstance(error, LostLock):  # a lost lock: the folder belongs to another process
             return saved
-        # while a round is being finished the state is ahead of the history: the last checkpoint stands then
+        # `state` may contain a round that has no row in the history yet. It is not saved then, and the last checkpoint
+        # stays the newest.
         recorded = self.history[-1]["round"] if self.history else 0
         whole = state.round == recorded and not self._state_is_ahead
         if whole and state.round > saved and not isinstance(error, checkpoints.DamagedCheckpoint):

@@ -58,7 +58,10 @@ class ModelState:
             torch._foreach_copy_(self.weights, state.weights)
 
     def weights_in_own_types(self, state: GlobalState) -> Sequence[Tensor]:
-        """Return the global weights in the parameters' own types, right after `load`; copies where types differ."""
+        """Return the global weights, each in the type of its parameter. Call it directly after `load`.
+
+        A tensor is copied only where the type of its parameter differs from the compute type.
+        """
         if self._flat is not None:
             return state.weights
         return [w if w.dtype == p.dtype else p.clone() for p, w in zip(self.weights, state.weights, strict=True)]

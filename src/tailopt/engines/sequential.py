@@ -250,8 +250,8 @@ class Sequential:
         The steps of every participant count. A node that the guard or a robust mean excluded keeps the optimizer state
         from before the round; one whose contribution was lost keeps its new one.
         """
-        # The probe is that of a finished round. Where a round fails on bad data, the user may repair them and resume: a
-        # probe of that round would refuse the repaired data.
+        # The probe is stored only now that its round has finished. If a round fails on bad data and the user repairs
+        # them, a probe of that round would wrongly refuse the resume.
         self.repeatability_probe = self._pending_probe
         for node, steps in result.settlement.steps.items():
             self.steps_done[node] += steps

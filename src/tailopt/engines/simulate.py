@@ -190,7 +190,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class RunFolderOptions:
-    """Where a simulation is recorded, and what the folder's configuration says beside what decides the bits.
+    """Where a simulation is recorded, and the config entries that are stored beside those that determine the results.
 
     Args:
         folder: the run folder, or None.
@@ -255,7 +255,8 @@ class Simulation:
                 finally:
                     if run is not None:
                         run.close()
-        finally:  # the engine changed the modes; where the folder is refused, that is all that it changed
+        finally:
+            # Building the engine put the model into train mode. This is undone also if the run folder cannot be opened.
             restore_modes(modes)
         mean = None
         if state.average is not None:

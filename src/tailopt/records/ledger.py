@@ -13,8 +13,8 @@ again. While rows are being cut off, the seal is marked ("cut"), and readers ski
 The seal has a fixed length and is overwritten in one system call, which a kill does not interrupt. Renaming a new one
 over it would take as long as two rounds of a small simulation, because ext4 then starts to write to the disk.
 
-In a folder by an older version, the chain also starts at the first row: later readers require the rows to be what they
-were when the run was first resumed by a version with chains.
+For a folder by an older version, the chain is computed over all rows that exist when it is first resumed. From then on
+these rows must not change.
 """
 
 from __future__ import annotations

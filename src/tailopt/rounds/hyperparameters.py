@@ -56,7 +56,8 @@ class RuleHyperparameters:
         self._names = list(names)
         self._cache: dict[Any, Any] = {}
         self.auto_thresholds = AutoThresholds.of(side, rule, base) if is_auto(base.get("u")) else None
-        self._constant: Hyperparameters | None = None  # without schedules: small models notice a look-up per step
+        # what `at` returns where nothing varies: with small models, even one look-up in a dict per step can be measured
+        self._constant: Hyperparameters | None = None
         for key, schedule in self.schedules.items():
             if key != "lr" and is_auto(self.base[key]):
                 name = PUBLIC_NAMES[side][key]

@@ -230,7 +230,9 @@ def finish_round(
     policy: RoundPolicy,
     cache: StepCache | None = None,
 ) -> None:
-    """Take steps 5 to 7: `state` moves on to the next global weights. The mean in `result` is used up.
+    """Take steps 5 to 7: `state` moves on to the next global weights.
+
+    `result.delta` is negated in place: it is no longer the mean displacement afterwards.
 
     cache: of the outer rule's step; the engine owns it and passes it in every round.
     """
@@ -272,7 +274,7 @@ def _by_tensor(state: GlobalState, result: RoundResult) -> list[Tensor]:
 def outer_step(
     state: GlobalState, delta: list[Tensor], outer: Rule, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
-    """Apply the outer rule to the negated mean displacement, which is used up."""
+    """Apply the outer rule to the negated mean displacement; `delta` is negated in place."""
     norms = {}
     if outer.needs_norm:
         per_tensor = hparams.get("scope") == "tensor"

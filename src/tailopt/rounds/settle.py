@@ -104,7 +104,7 @@ def settle(
 
     Args:
         excluded: whom the guard, a robust mean or the network left out.
-        losses: of all participants that are not excluded, at least.
+        losses: must contain every participant that is not excluded, and may contain more.
 
     Raises:
         EveryoneExcluded: nobody counts, and not only because contributions were lost.
