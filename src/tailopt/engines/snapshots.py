@@ -45,7 +45,8 @@ def save(
         values = {"weights": diverged.weights, "buffers": diverged.buffers}
         own, packed_diverged_states[str(node)] = checkpoints.pack(values, "own")
         nodes[node] = {**nodes.get(node, {}), **own}
-    # "own" are the diverged states, and "taken" the local steps done: the format keeps the names that it began with
+    # "inner" are the optimizer states, "own" the diverged states, and "taken" the local steps done: the format keeps
+    # the names that it began with
     meta = {
         "global": packed_global_state,
         "inner": packed_optimizer_states,

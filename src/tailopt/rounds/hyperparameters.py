@@ -56,8 +56,7 @@ class RuleHyperparameters:
         self._names = list(names)
         self._cache: dict[Any, Any] = {}
         self.auto_thresholds = AutoThresholds.of(side, rule, base) if is_auto(base.get("u")) else None
-        # what `at` returns where nothing varies: with a small model, even a look-up in a dict per step takes time that
-        # can be measured
+        # what `at` returns where nothing varies: with small models, even one look-up in a dict per step can be measured
         self._constant: Hyperparameters | None = None
         for key, schedule in self.schedules.items():
             if key != "lr" and is_auto(self.base[key]):
