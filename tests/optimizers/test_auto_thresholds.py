@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -177,6 +178,44 @@ def test_gradients_that_are_all_zero_are_waited_for() -> None:
     p.grad = torch.full((3,), 0.5)
     train(opt, params, 60, 62)
     assert opt.param_groups[0]["thresholds"]["u"] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize("momentum_dtype", [None, torch.bfloat16])
+def test_momentum_calibrates_in_every_type(dtype: torch.dtype, momentum_dtype: torch.dtype | None) -> None:
+    p = torch.nn.Parameter(torch.ones(5, dtype=dtype))
+    opt = automatic([p], lr=0.1, momentum=0.9, momentum_dtype=momentum_dtype)
+    p.grad = torch.tensor([1.0, -1.0, float("inf"), float("nan"), torch.finfo(dtype).max], dtype=torch.float64).to(
+        dtype
+    )
+    opt.step()
+    moved = (p.detach() - 1).real if dtype.is_complex else p.detach() - 1
+    assert moved.isfinite().all() and moved[0] < 0 < moved[1] and moved[4] < 0
+    assert moved[2] == moved[3] == 0
+
+
+def test_a_compiled_relative_step_is_traced_a_few_times() -> None:
+    """Every step has other sizes of the weights; they are no constants of the program."""
+    torch._dynamo.reset()
+    params = [torch.nn.Parameter(torch.randn(n)) for n in (30, 5)]
+    plain = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    opt, eager = tailopt.BiClip(params), tailopt.BiClip(plain)
+    traced = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        traced.append(graph)
+        return graph.forward
+
+    step = torch.compile(opt.step, backend=backend)
+    for _ in range(40):
+        for p, q in zip(params, plain, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        step()
+        eager.step()
+    assert len(traced) <= 3
+    for p, q in zip(params, plain, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

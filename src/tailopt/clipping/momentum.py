@@ -61,6 +61,21 @@ def _advance(m: Tensor, g: Tensor, hparams: StepHyperparameters, correction: Num
     return wide / correction.to(device=g.device, dtype=dtype)
 
 
+def as_finite(g: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient for a momentum of some type, while u is not known: what is not finite would stay in the mean.
+
+    NaN and infinities count as 0, and larger magnitudes than the type has become its largest.
+
+    Examples:
+        >>> as_finite(torch.tensor([1.0, float("inf"), 1e30]), torch.float16)
+        tensor([1.0000e+00, 0.0000e+00, 6.5504e+04])
+    """
+    if g.is_complex():
+        return torch.view_as_complex(as_finite(torch.view_as_real(g.resolve_conj()), dtype))
+    most = min(torch.finfo(g.dtype).max, torch.finfo(dtype).max)
+    return torch.where(g.isfinite(), g, 0.0).clamp(-most, most)
+
+
 def check_momentum(value: object) -> None:
     """Raise ValueError unless a momentum is a number in [0, 1)."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 or math.isnan(value):

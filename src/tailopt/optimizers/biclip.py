@@ -12,9 +12,9 @@ from torch._compile import _disable_dynamo
 
 from tailopt.clipping.counts import StatisticsRecorder
 from tailopt.clipping.dispatch import update
-from tailopt.clipping.dtensor import local_pair
+from tailopt.clipping.dtensor import is_dtensor, local_pair
 from tailopt.clipping.kernels.kernel import StepGroup
-from tailopt.clipping.momentum import check_momentum
+from tailopt.clipping.momentum import as_finite, check_momentum
 from tailopt.clipping.norms import auto_dead_zone, largest_gradient, root_mean_squares
 from tailopt.clipping.operators import Number, compute_dtype
 from tailopt.clipping.reference import ClipByValue, Momentum, StepHyperparameters
@@ -222,9 +222,7 @@ class BiClip(ClippingOptimizer):
                 top = _largest_gradient(gathered)
             calibrating = is_calibrating(group)
             if momenta and calibrating and group["nonfinite"] == "propagate":
-                # nothing is clamped by u yet, so what is not finite would stay in m
-                most = [torch.finfo(m.dtype).max for m in momenta]
-                grads = [torch.where(g.isfinite(), g, 0.0).clamp(-x, x) for g, x in zip(grads, most, strict=True)]
+                grads = [as_finite(g, m.dtype) for g, m in zip(grads, momenta, strict=True)]
             numbers_of_momenta = _momentum_numbers(group["momentum"], step_counts, clamps=not calibrating)
             for positions, hparams in self._hparams_by_positions(group, params, top):
                 ps = params if positions is None else [params[i] for i in positions]
@@ -283,11 +281,13 @@ class BiClip(ClippingOptimizer):
         for positions, zone in _dead_zones(group, params, top):
             alone = [[i] for i in (range(len(params)) if positions is None else positions)]
             for some in alone if where or sizes else [positions]:
+                s: Number
                 u, d, s = each[where[id(params[some[0]])] if where and some else 0]
                 if sizes and some:
-                    s /= sizes[some[0]]
+                    s = s / sizes[some[0]]
                 # weights decay by lr itself, not by lr / s
-                rate, decay = (lr, weight_decay) if s == 1 else (lr / s, weight_decay * s)
+                plain = not isinstance(s, Tensor) and s == 1
+                rate, decay = (lr, weight_decay) if plain else (lr / s, weight_decay * s if weight_decay else 0.0)
                 result.append((some, StepHyperparameters(ClipByValue(u, d, zone), rate, decay, maximize)))
         if (
             not tracing
@@ -319,8 +319,14 @@ class BiClip(ClippingOptimizer):
             torch._foreach_add_(on_device, 1)
 
 
-def _sizes(params: Sequence[Tensor]) -> list[float]:
-    """What relative steps are multiplied by: max(RMS(p), 0.001)."""
+def _sizes(params: Sequence[Tensor]) -> Sequence[Number]:
+    """What relative steps are multiplied by: max(RMS(p), 0.001); tensors where the step is traced.
+
+    A traced step would be traced again for every other number.
+    """
+    if torch.compiler.is_compiling() and not any(is_dtensor(p) or p.is_complex() for p in params):
+        wide = [p.detach().to(compute_dtype(p.dtype)) for p in params]
+        return [x.square().mean().sqrt().clamp(min=SMALLEST_SIZE) for x in wide]
     return [max(rms, SMALLEST_SIZE) for rms in root_mean_squares(params)]
 
 

@@ -20,6 +20,7 @@ import torch
 
 from tailopt.clipping.dispatch import update
 from tailopt.clipping.kernels.kernel import StepGroup
+from tailopt.clipping.momentum import as_finite
 from tailopt.clipping.norms import auto_dead_zone, largest_gradient
 from tailopt.clipping.operators import compute_dtype
 from tailopt.clipping.reference import ClipByValue, Momentum, StepHyperparameters
@@ -42,9 +43,8 @@ def _biclip(
 ) -> None:
     names = ("lr", "u", "d")
     momentum, clamp_gradients = float(hparams.get("momentum", 0.0)), hparams.get("clamp_momentum", True)
-    if momentum and not clamp_gradients:  # what is not finite would stay in the mean
-        most = [torch.finfo(compute_dtype(p.dtype)).max for p in params]
-        grads = [torch.where(g.isfinite(), g, 0.0).clamp(-x, x) for g, x in zip(grads, most, strict=True)]
+    if momentum and not clamp_gradients:
+        grads = [as_finite(g, compute_dtype(p.dtype)) for p, g in zip(params, grads, strict=True)]
     if not any(isinstance(hparams[name], list) for name in names) and not isinstance(hparams.get("dead_zone"), str):
         clip = ClipByValue(hparams["u"], hparams["d"], hparams.get("dead_zone", 0.0))
         step_hparams = StepHyperparameters(clip, *scaled_rate_and_decay(hparams, 0))
