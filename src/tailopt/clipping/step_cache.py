@@ -97,6 +97,8 @@ class StepCache:
 
     def locate_momenta(self, momenta: list[Tensor]) -> array[int]:
         """Addresses of the momenta, all of which have memory."""
+        if not momenta:
+            return _NONE
         now = addresses(momenta)
         if now != self._momentum_addresses:
             check_not_freed(momenta, now)
@@ -110,6 +112,8 @@ class StepCache:
         """
         if len(groups) != len(self._last_hparams):
             return False
+        if len(groups) == 1:  # as in most steps: a loop would take longer than the comparison
+            return groups[0].hparams is self._last_hparams[0] and len(groups[0].params) == self._lengths[0]
         for group, hparams, length in zip(groups, self._last_hparams, self._lengths, strict=True):
             if group.hparams is not hparams or len(group.params) != length:
                 return False
@@ -182,4 +186,5 @@ def _comparison(tensors: list[Tensor]) -> Callable[..., bool] | None:
     return guards.check
 
 
+_NONE = array("Q")
 _DTYPE, _ON_CPU, _LAYOUT = attrgetter("dtype"), attrgetter("is_cpu"), attrgetter("layout")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,11 @@ def sizes(tensors: Sequence[Tensor]) -> array[int]:
 def dtype_codes(tensors: Sequence[Tensor]) -> array[int]:
     """The numbers that the C sources have for the tensors' types."""
     return array("i", [DTYPES[t.dtype] for t in tensors])
+
+
+def as_array(code: str, values: Sequence[Any]) -> array[Any]:
+    """The values as an array of a C type; the same array if they are one."""
+    return values if isinstance(values, array) and values.typecode == code else array(code, values)
 
 
 def pointer(values: array[int] | array[float] | None) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tailopt.native.calls import InstructionSets, addresses, dtype_codes, pointer, sizes
+from tailopt.native.calls import InstructionSets, addresses, as_array, dtype_codes, pointer, sizes
 
 BINS = 256  # octaves of a histogram
 NO_MOMENTUM = (0.0, 1.0, math.inf, 1.0)  # the last numbers of a row: beta, 1 - beta, u / (1 - beta), 1 - beta^k
@@ -106,8 +106,8 @@ class ClipCalls:
         threads: int | None = None,
     ) -> None:
         """`run` for callers that know addresses and sizes already."""
-        n = len(tensors.grads)
-        row_of_tensor, numbers = array("i", step_table.row_of_tensor), array("d", step_table.numbers)
+        n, momentum = len(tensors.grads), operation == "momentum"
+        row_of_tensor, numbers = as_array("i", step_table.row_of_tensor), as_array("d", step_table.numbers)
         # without counters the C code does not read the slots
         slot = array("i", range(n) if slots is None else slots) if counters is not None else row_of_tensor
         failed = self._pass(
@@ -116,10 +116,10 @@ class ClipCalls:
             n,
             pointer(tensors.params),
             pointer(tensors.grads),
-            pointer(tensors.momenta),
+            pointer(tensors.momenta) if momentum else None,
             pointer(tensors.sizes),
             pointer(tensors.dtypes),
-            pointer(tensors.momentum_dtypes),
+            pointer(tensors.momentum_dtypes) if momentum else None,
             pointer(row_of_tensor),
             pointer(numbers),
             pointer(slot),

@@ -172,34 +172,28 @@ class BiClip(ClippingOptimizer):
         """What "auto" has chosen, in a line per group; empty before the 51st step."""
         return chosen_thresholds(self.param_groups)
 
-    def _init_group(
+    def _append_momenta(
         self,
         group: Group,
-        params: list[Tensor],
-        grads: list[Tensor],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
         momenta: list[Tensor],
         step_counts: list[Tensor],
-    ) -> bool:
-        first = len(params)
-        super()._init_group(group, params, grads, momenta, step_counts)
-        if group["momentum"]:
-            if any(g.is_sparse for g in grads[first:]):
-                raise RuntimeError(
-                    "Momentum needs dense gradients, and one is sparse. Use momentum=0 for its parameter."
+    ) -> None:
+        if any(g.is_sparse for g in grads):
+            raise RuntimeError("Momentum needs dense gradients, and one is sparse. Use momentum=0 for its parameter.")
+        for p in params:
+            state = self.state[p]
+            if "momentum_buffer" not in state:
+                state |= _empty_state(p, group)
+            if "step" not in state or state["momentum_buffer"].shape != p.shape:
+                raise ValueError(
+                    f"Invalid state: the momentum of a parameter of shape {tuple(p.shape)} has shape "
+                    f"{tuple(state['momentum_buffer'].shape)} and the keys {sorted(state)}; need its shape, and a "
+                    "step. Was it saved by another optimizer? Remove its entry to begin with an empty momentum."
                 )
-            for p in params[first:]:
-                state = self.state[p]
-                if "momentum_buffer" not in state:
-                    state |= _empty_state(p, group)
-                if "step" not in state or state["momentum_buffer"].shape != p.shape:
-                    raise ValueError(
-                        f"Invalid state: the momentum of a parameter of shape {tuple(p.shape)} has shape "
-                        f"{tuple(state['momentum_buffer'].shape)} and the keys {sorted(state)}; need its shape, and a "
-                        "step. Was it saved by another optimizer? Remove its entry to begin with an empty momentum."
-                    )
-                momenta.append(state["momentum_buffer"])
-                step_counts.append(_where_needed(state, p, group))
-        return False
+            momenta.append(state["momentum_buffer"])
+            step_counts.append(_where_needed(state, p, group))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load settings and momenta; a momentum keeps the type that it was saved in."""
@@ -220,11 +214,16 @@ class BiClip(ClippingOptimizer):
         for group, params, grads, momenta, step_counts, _ in gathered:
             if top is None and group["dead_zone"] == "auto":
                 top = _largest_gradient(gathered)
-            calibrating = is_calibrating(group)
-            if momenta and calibrating and group["nonfinite"] == "propagate":
+            calibrating = bool(momenta) and is_calibrating(group)
+            if calibrating and group["nonfinite"] == "propagate":
                 grads = [as_finite(g, m.dtype) for g, m in zip(grads, momenta, strict=True)]
-            numbers_of_momenta = _momentum_numbers(group["momentum"], step_counts, clamps=not calibrating)
+            numbers_of_momenta = (
+                _momentum_numbers(group["momentum"], step_counts, clamps=not calibrating) if momenta else []
+            )
             for positions, hparams in self._hparams_by_positions(group, params, top):
+                if positions is None and not momenta and not slot:
+                    batches.append((group, StepGroup(params, grads, hparams)))
+                    continue
                 ps = params if positions is None else [params[i] for i in positions]
                 gs = grads if positions is None else [grads[i] for i in positions]
                 batch = StepGroup(ps, gs, hparams, [slot[id(p)] for p in ps] if slot else ())
@@ -243,8 +242,10 @@ class BiClip(ClippingOptimizer):
         return batches, lambda b, i: id(batches[b][1].params[i])  # every tensor is skipped on its own
 
     def _after_step(self, gathered: Gathered) -> None:
-        if any(is_auto(group["u"]) for group in self.param_groups):
-            self._observe(gathered)
+        for group in self.param_groups:
+            if is_auto(group["u"]):
+                self._observe(gathered)
+                return
 
     @torch.no_grad()  # thresholds are constants of a differentiable step
     @_disable_dynamo  # thresholds are plain numbers that change: a compiled step is traced again when they do
@@ -299,17 +300,14 @@ class BiClip(ClippingOptimizer):
         return result
 
     def _run(self, kind: str, batches: Sequence[StepGroup], recorder: StatisticsRecorder | None) -> None:
-        without = [batch for batch in batches if not batch.momenta]
+        if len(batches) == 1 and not batches[0].momenta:
+            _take(kind, batches, self._step_cache, recorder)
+            return
         with_momentum = [batch for batch in batches if batch.momenta]
-        for several, cache in ((without, self._step_cache), (with_momentum, self._momentum_cache)):
-            if not several:
-                continue
-            if kind == "fused":
-                _fused_biclip(several, cache, recorder)
-            elif kind == "single":
-                _single_tensor_biclip(several, recorder)
-            else:
-                _multi_tensor_biclip(several, cache, recorder, "foreach" if kind == "foreach" else None)
+        if without := [batch for batch in batches if not batch.momenta]:
+            _take(kind, without, self._step_cache, recorder)
+        if with_momentum:
+            _take(kind, with_momentum, self._momentum_cache, recorder)
         # only now: a step that raised is no step
         on_host = [count for batch in with_momentum for count in batch.step_counts if count.is_cpu]
         on_device = [count for batch in with_momentum for count in batch.step_counts if not count.is_cpu]
@@ -317,6 +315,18 @@ class BiClip(ClippingOptimizer):
             torch._foreach_add_(on_host, torch.ones((), device="cpu"), alpha=1)
         if on_device:
             torch._foreach_add_(on_device, 1)
+
+
+def _take(kind: str, batches: Sequence[StepGroup], cache: StepCache, recorder: StatisticsRecorder | None) -> None:
+    """Take the step of batches that all have momentum, or all have none."""
+    if kind == "multi":
+        _multi_tensor_biclip(batches, cache, recorder)
+    elif kind == "foreach":
+        _multi_tensor_biclip(batches, cache, recorder, "foreach")
+    elif kind == "fused":
+        _fused_biclip(batches, cache, recorder)
+    else:
+        _single_tensor_biclip(batches, recorder)
 
 
 def _sizes(params: Sequence[Tensor]) -> Sequence[Number]:

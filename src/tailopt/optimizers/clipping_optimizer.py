@@ -167,9 +167,22 @@ class ClippingOptimizer(Optimizer):
         group_params = group["params"]
         group_grads = [g for p in group_params if (g := p.grad) is not None]
         complete = len(group_grads) == len(group_params)
-        params += group_params if complete else [p for p in group_params if p.grad is not None]
+        group_params = group_params if complete else [p for p in group_params if p.grad is not None]
+        params += group_params
         grads += group_grads
+        if group.get("momentum"):
+            self._append_momenta(group, group_params, group_grads, momenta, step_counts)
         return False
+
+    def _append_momenta(
+        self,
+        group: Group,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        momenta: list[Tensor],
+        step_counts: list[Tensor],
+    ) -> None:
+        """Append the momenta of these parameters of a group, and how many steps each of them has taken."""
 
     @_use_grad_for_differentiable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -225,7 +238,7 @@ class ClippingOptimizer(Optimizer):
                 _check_fused(params, grads, type(self).__name__.lower())
             if group["capturable"] and not tracing:
                 _check_capturable(params)
-            gathered.append(GatheredGroup(group, params, grads, momenta, step_counts, norms=[]))
+            gathered.append(GatheredGroup(group, params, grads, momenta, step_counts, []))
         return gathered
 
     def _warn_of_decay(self, group: Group) -> None:
