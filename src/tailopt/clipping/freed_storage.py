@@ -6,7 +6,6 @@ then, and so do the kernels here. Every step looks at the addresses, and at a st
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +18,7 @@ from tailopt.clipping.operators import is_transformed
 SUSPICIOUS = 1 << 32
 
 
-def check_not_freed(tensors: Sequence[Tensor], addresses: array[int] | None = None) -> None:
+def check_not_freed(tensors: Sequence[Tensor], addresses: Sequence[int] | None = None) -> None:
     """Raise a RuntimeError for a tensor that has elements but whose storage was freed.
 
     addresses: those of the tensors, if they are known; then only storages at suspicious addresses are checked.

@@ -19,8 +19,15 @@ from tailopt.clipping.freed_storage import check_not_freed
 from tailopt.clipping.kernels.kernel import PLAIN_TYPES, StepGroup, table_row
 from tailopt.clipping.operators import compute_dtype
 from tailopt.clipping.reference import StepHyperparameters
-from tailopt.native.calls import DTYPES, addresses, dtype_codes, sizes
+from tailopt.native.calls import DTYPES, dtype_codes, pointers, sizes
 from tailopt.native.clip import StepTable
+
+
+class Addresses:
+    """Addresses of tensors, to compare with those of the next step (`pointers`), and for C (`table`)."""
+
+    def __init__(self, pointers: list[int]) -> None:
+        self.pointers, self.table = pointers, array("Q", pointers)
 
 
 class StepCache:
@@ -38,7 +45,7 @@ class StepCache:
         self._matches: Callable[..., bool] | None = None  # compares tensors with those of the last step
         self.sizes, self.dtype_codes, self.momentum_codes = array("q"), array("i"), array("i")
         self._compute_dtypes: list[torch.dtype] = []  # by parameter
-        self.param_addresses, self._grad_addresses, self._momentum_addresses = array("Q"), array("Q"), array("Q")
+        self._forget_addresses()
         self.distinct = True  # no parameter is in the list twice
         # of the last groups; empty if a tensor that may change is among them
         self._last_hparams: list[StepHyperparameters] = []
@@ -77,33 +84,32 @@ class StepCache:
         self.momentum_codes = dtype_codes(momenta)
         self._compute_dtypes = [compute_dtype(t) for t in dtypes]
         self._last_hparams, self._lengths = [], []
-        self.param_addresses = self._grad_addresses = self._momentum_addresses = array("Q")
+        self._forget_addresses()
+
+    def _forget_addresses(self) -> None:
+        self.param_addresses = self.grad_addresses = self.momentum_addresses = Addresses([])
 
     def locate(self, params: list[Tensor]) -> None:
-        """Addresses of the parameters: they may change while everything else stays."""
-        now = addresses(params)
-        if now != self.param_addresses:
+        """Bring the addresses of the parameters up to date: they may change while everything else stays."""
+        now = pointers(params)
+        if now != self.param_addresses.pointers:
             check_not_freed(params)
             used = [address for address in now if address]  # empty tensors have none
-            self.param_addresses, self.distinct = now, len(set(used)) == len(used)
+            self.param_addresses, self.distinct = Addresses(now), len(set(used)) == len(used)
 
-    def locate_gradients(self, grads: list[Tensor]) -> array[int]:
-        """Addresses of the gradients, all of which have memory."""
-        now = addresses(grads)
-        if now != self._grad_addresses:
+    def locate_gradients(self, grads: list[Tensor]) -> None:
+        """Bring the addresses of the gradients up to date; raise if one of them has no memory."""
+        now = pointers(grads)
+        if now != self.grad_addresses.pointers:
             check_not_freed(grads, now)
-            self._grad_addresses = now
-        return now
+            self.grad_addresses = Addresses(now)
 
-    def locate_momenta(self, momenta: list[Tensor]) -> array[int]:
-        """Addresses of the momenta, all of which have memory."""
-        if not momenta:
-            return _NONE
-        now = addresses(momenta)
-        if now != self._momentum_addresses:
+    def locate_momenta(self, momenta: list[Tensor]) -> None:
+        """Bring the addresses of the momenta up to date; raise if one of them has no memory."""
+        now = pointers(momenta)
+        if now != self.momentum_addresses.pointers:
             check_not_freed(momenta, now)
-            self._momentum_addresses = now
-        return now
+            self.momentum_addresses = Addresses(now)
 
     def same_hparams_as_last_call(self, groups: Sequence[StepGroup]) -> bool:
         """Whether each group has the hyperparameters (the very object) and the number of parameters of the last call.
@@ -186,5 +192,4 @@ def _comparison(tensors: list[Tensor]) -> Callable[..., bool] | None:
     return guards.check
 
 
-_NONE = array("Q")
 _DTYPE, _ON_CPU, _LAYOUT = attrgetter("dtype"), attrgetter("is_cpu"), attrgetter("layout")

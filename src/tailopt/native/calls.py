@@ -36,9 +36,14 @@ class InstructionSets(NamedTuple):
         return number, 1 if _forked else (threads or torch.get_num_threads())
 
 
+def pointers(tensors: Sequence[Tensor]) -> list[int]:
+    """Where the tensors' elements begin, as a list: two lists are compared faster than an array is made."""
+    return list(map(Tensor.data_ptr, tensors))
+
+
 def addresses(tensors: Sequence[Tensor]) -> array[int]:
-    """Where the tensors' elements begin."""
-    return array("Q", list(map(Tensor.data_ptr, tensors)))
+    """Where the tensors' elements begin, as the C code takes it."""
+    return array("Q", pointers(tensors))
 
 
 def sizes(tensors: Sequence[Tensor]) -> array[int]:

@@ -39,13 +39,15 @@ def run(
         cache = StepCache(reused=False)
         cache.learn(params, momenta)
         cache.locate(params)
+    cache.locate_gradients(grads)
+    cache.locate_momenta(momenta)
     step_table = cache.step_table(groups)
     tensors = TensorTable(
-        cache.param_addresses,
-        cache.locate_gradients(grads),
+        cache.param_addresses.table,
+        cache.grad_addresses.table,
         cache.sizes,
         cache.dtype_codes,
-        cache.locate_momenta(momenta),
+        cache.momentum_addresses.table,
         cache.momentum_codes,
     )
     # The kernel writes past autograd: without this, a backward pass would use a saved tensor that has changed, and
