@@ -148,13 +148,17 @@ def test_chunked_at_its_edges(dtype: torch.dtype) -> None:
         assert not (wrong := differing(p, g, after, HPARAMS["decay"])), wrong
 
 
-@pytest.mark.skipif(native.loaded() is None, reason="the C kernel was not built")
+needs_kernel = pytest.mark.skipif(native.loaded() is None, reason="the C kernel was not built")
+
+
+@needs_kernel
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_instruction_set_and_thread_count_agree(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("how", ["plain", "decay", "maximize", "dead zone above d"])
+def test_every_instruction_set_and_thread_count_agree(how: str, dtype: torch.dtype) -> None:
     library = native.loaded()
     assert library is not None
     pairs = [(special(n, dtype, n), special(n, dtype, n + 1)) for n in (5, 1000, 70_000, 200_001)]
-    numbers = table_row(HPARAMS["decay"], torch.float64 if dtype == torch.float64 else torch.float32)
+    numbers = table_row(HPARAMS[how], torch.float64 if dtype == torch.float64 else torch.float32)
     seen = []
     for instruction_set in library.instruction_sets:
         for threads in (1, 2, 3):
@@ -168,10 +172,30 @@ def test_every_instruction_set_and_thread_count_agree(dtype: torch.dtype) -> Non
             )
             seen.append((params, counters))
             for (p, g), after in zip(pairs, params, strict=True):
-                assert not (wrong := differing(p, g, after, HPARAMS["decay"])), (instruction_set, threads, wrong)
+                assert not (wrong := differing(p, g, after, HPARAMS[how])), (instruction_set, threads, wrong)
     for _, counters in seen[1:]:
         assert torch.equal(counters.table, seen[0][1].table)
         assert torch.equal(counters.bins, seen[0][1].bins) and torch.equal(counters.logs, seen[0][1].logs)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+def test_one_element_that_is_not_finite_is_counted_wherever_it_is(value: float, dtype: torch.dtype) -> None:
+    library = native.loaded()
+    assert library is not None
+    numbers = table_row(HPARAMS["plain"], torch.float64 if dtype == torch.float64 else torch.float32)
+    for instruction_set in library.instruction_sets:
+        for i in range(70):
+            g = torch.arange(1, 71).to(dtype)
+            g[i] = value
+            counters = Counters.empty(1)
+            args = "biclip", [torch.zeros_like(g)], [g], StepTable(numbers, [0])
+            library.clip.run(*args, counters=counters, instruction_set=instruction_set)
+            finite = g[g.isfinite()].double()
+            where = (instruction_set, i)
+            assert counters.integers[0].tolist() == [70, 0, 0, 69 + math.isinf(value), 1], where
+            assert counters.reals[0].tolist() == [float((finite**2).sum()), float(finite.max())], where
 
 
 shapes = st.lists(st.integers(0, 7), min_size=0, max_size=4).map(tuple)

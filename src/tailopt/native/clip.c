@@ -343,6 +343,18 @@ __attribute__((target("avx2,fma"), always_inline)) static inline void eight(floa
     seen->squares_high = _mm256_fmadd_pd(x_high, x_high, seen->squares_high);
 }
 
+/* What the lanes of vectors have counted; whether all elements were finite. A magnitude's bits are in the order of the
+ * magnitudes, with infinity above every number and NaN above infinity. */
+INLINE int add_lanes(Counters *t, int width, const int32_t *zeros, const int32_t *belows, const int32_t *aboves, const int32_t *largest) {
+    int32_t top = 0;
+    for (int j = 0; j < width; j++) {
+        t->zero += zeros[j], t->below += belows[j] - zeros[j], t->above += aboves[j];
+        top = largest[j] > top ? largest[j] : top;
+    }
+    t->largest = from_bits((uint32_t)top);
+    return top < 0x7f800000;
+}
+
 __attribute__((target("avx2,fma"), always_inline)) static inline void biclip_avx2(const Unit *w, const int counted, const int plain) {
     const Row_f32 r = row_f32(w->row);
     const float dead = r.dead_zone, low = r.d > dead ? r.d : dead;
@@ -378,15 +390,10 @@ __attribute__((target("avx2,fma"), always_inline)) static inline void biclip_avx
     _mm256_storeu_pd(lane, seen.squares_low);
     _mm256_storeu_pd(lane + 4, seen.squares_high);
     Counters *t = w->counters, whole = {0};
-    float top = 0;
-    for (int j = 0; j < 8; j++) {
-        t->zero += lanes[0][j], t->below += lanes[1][j] - lanes[0][j], t->above += lanes[2][j];
-        const float x = from_bits((uint32_t)lanes[3][j]);
-        top = x <= top ? top : x; /* NaN wins */
-    }
-    t->elements += full, t->largest = top;
+    const int finite = add_lanes(t, 8, lanes[0], lanes[1], lanes[2], lanes[3]);
+    t->elements += full;
     count_f32(g + full, w->count - full, w->row, t, lane);
-    if (!(top < INFINITY)) { /* rare: count again, finite elements only */
+    if (!finite) { /* rare: count again, finite elements only */
         memset(lane, 0, sizeof lane);
         count_f32(g, w->count, w->row, &whole, lane);
         *t = whole;
