@@ -89,7 +89,7 @@ setup(
         Extension(
             "tailopt.native._cpu",
             [f"src/tailopt/native/{name}.c" for name in ("clip", "flat", "library")],
-            depends=["setup.py", "src/tailopt/native/elements.h"],
+            depends=["setup.py", *(f"src/tailopt/native/{name}.h" for name in ("elements", "biclip_bf16"))],
             libraries=[] if sys.platform == "win32" else ["m"],  # fma, where the processor has none
             optional=True,
             py_limited_api=STABLE_ABI,

@@ -106,7 +106,7 @@ def test_sdist_holds_sources_and_tests_and_no_library(sdist):
     there = names(sdist)
     for path in (
         "pyproject.toml", "setup.py", "LICENSE", "README.md", "src/tailopt/py.typed", "tests/test_packaging.py",
-        *(f"src/tailopt/native/{name}" for name in ("clip.c", "flat.c", "library.c", "elements.h")),
+        *(f"src/tailopt/native/{name}" for name in ("clip.c", "flat.c", "library.c", "elements.h", "biclip_bf16.h")),
     ):  # fmt: skip
         assert path in there
     assert not [path for path in there if path.endswith((".so", ".pyc"))]

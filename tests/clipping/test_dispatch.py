@@ -179,6 +179,24 @@ def test_every_instruction_set_and_thread_count_agree(how: str, dtype: torch.dty
 
 
 @needs_kernel
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_every_element_steps_once_whoever_takes_it(threads: int) -> None:
+    """More than 100 units, which threads take several at a time, some of them across the end of a tensor."""
+    library = native.loaded()
+    assert library is not None
+    grads = [torch.ones(n, dtype=torch.bfloat16) for n in (3_000_000, 5, 70_000, 0, 4_000_001, 65_536, 1)]
+    params = [torch.zeros_like(g) for g in grads]
+    counters = Counters.empty(len(grads), histogram=True)
+    numbers = table_row(StepHyperparameters(ClipByValue(1.0, 1.0), lr=1.0), torch.float32)
+    step_table = StepTable(numbers, [0] * len(grads))
+    library.clip.run("biclip", params, grads, step_table, counters=counters, threads=threads)
+    for k, p in enumerate(params):
+        assert (p == -1).all()
+        assert counters.integers[k].tolist() == [p.numel(), 0, p.numel(), 0, 0]
+        assert counters.reals[k, 0] == p.numel() and counters.bins is not None and counters.bins[k].sum() == p.numel()
+
+
+@needs_kernel
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
 def test_one_element_that_is_not_finite_is_counted_wherever_it_is(value: float, dtype: torch.dtype) -> None:

@@ -8,6 +8,7 @@
 
 enum { BICLIP, RESCALE, COUNT, MOMENTUM };    /* clip by value; (g*s/n)*t; count only; clip a mean of gradients by value */
 enum { STRIDE = 32, BINS = 256 };
+enum { BF16_LANES = 2 * LANES };    /* bf16 fits twice into a register, and more chains of additions run side by side */
 
 typedef struct {
     double neg_lr, decay, maximize, u, d, dead_zone, scale, norm, target;
@@ -105,7 +106,7 @@ SWEEP_16(rescale)
 /* ---- counting: integers by plain reductions, squares by fixed lanes in double, the maximum by its bit pattern ---- */
 
 #define COUNTING(REAL, BITS, SUFFIX, MAGNITUDE, INFINITE, BEFORE)                                                       \
-    INLINE void count_##SUFFIX(const REAL *restrict x, int64_t n, const Row *row, Counters *t, double *lane) {          \
+    INLINE void count_##SUFFIX(const REAL *restrict x, int64_t n, const Row *row, Counters *t, double *lane, const int lanes) { \
         const Row_##SUFFIX r = row_##SUFFIX(row);                                                                   \
         const REAL dead = r.dead_zone, low = r.d > dead ? r.d : dead, high = r.u > low ? BEFORE(r.u, (REAL)0) : low; \
         BITS zero = 0, below = 0, above = 0, largest = 0;                                                           \
@@ -125,7 +126,7 @@ SWEEP_16(rescale)
             for (int64_t i = 0; i < n; i++) {                                                                       \
                 double a = fabs((double)x[i]);                                                                      \
                 if (!(a < INFINITY)) t->nonfinite++;                                                                \
-                else lane[i % LANES] = fma(a, a, lane[i % LANES]), t->largest = a > t->largest ? a : t->largest;    \
+                else lane[i % lanes] = fma(a, a, lane[i % lanes]), t->largest = a > t->largest ? a : t->largest;    \
             }                                                                                                       \
             return;                                                                                                 \
         }                                                                                                           \
@@ -133,9 +134,9 @@ SWEEP_16(rescale)
         memcpy(&top, &largest, sizeof top);                                                                         \
         t->largest = top > t->largest ? top : t->largest;                                                           \
         int64_t i = 0;                                                                                              \
-        for (; i + LANES <= n; i += LANES)                                                                          \
-            for (int j = 0; j < LANES; j++) lane[j] = fma((double)x[i + j], (double)x[i + j], lane[j]);             \
-        for (; i < n; i++) lane[i % LANES] = fma((double)x[i], (double)x[i], lane[i % LANES]);                      \
+        for (; i + lanes <= n; i += lanes)                                                                          \
+            for (int j = 0; j < lanes; j++) lane[j] = fma((double)x[i + j], (double)x[i + j], lane[j]);             \
+        for (; i < n; i++) lane[i % lanes] = fma((double)x[i], (double)x[i], lane[i % lanes]);                      \
     }
 
 COUNTING(float, int32_t, f32, INT32_MAX, 0x7f800000, nextafterf)
@@ -174,11 +175,12 @@ INLINE void sample(const Unit *w, int64_t at, int64_t n, float *wide) {
 
 INLINE void count_block(const Unit *w, int64_t at, int64_t n, double *lane, float *wide) {
     const char *g = (const char *)w->g + at * size_of(w->dtype);
-    if (w->dtype == F32) count_f32((const float *)g, n, w->row, w->counters, lane);
-    else if (w->dtype == F64) count_f64((const double *)g, n, w->row, w->counters, lane);
+    if (w->dtype == F32) count_f32((const float *)g, n, w->row, w->counters, lane, LANES);
+    else if (w->dtype == F64) count_f64((const double *)g, n, w->row, w->counters, lane, LANES);
     else {
         widen(w->dtype, g, n, wide);
-        count_f32(wide, n, w->row, w->counters, lane);
+        if (w->dtype == BF16) count_f32(wide, n, w->row, w->counters, lane, BF16_LANES);
+        else count_f32(wide, n, w->row, w->counters, lane, LANES);
     }
 }
 
@@ -198,17 +200,17 @@ INLINE void update(const Unit *w, int64_t at, int64_t n) {
     }
 }
 
-INLINE void fold(const double *lane, Counters *t) {
-    double sum[LANES];
-    memcpy(sum, lane, sizeof sum);
-    for (int half = LANES / 2; half; half /= 2)
+INLINE void fold(const double *lane, int lanes, Counters *t) {
+    double sum[BF16_LANES];
+    memcpy(sum, lane, (size_t)lanes * sizeof *sum);
+    for (int half = lanes / 2; half; half /= 2)
         for (int j = 0; j < half; j++) sum[j] += sum[j + half];
     t->squares = sum[0];
 }
 
 INLINE void unit(const Unit *w) {
     const int64_t size = size_of(w->dtype), block = (w->counters || w->bins ? STRIDE * LINE : PAGE) / size;
-    double lane[LANES] = {0};
+    double lane[BF16_LANES] = {0};
     float wide[STRIDE * LINE / 2];
     for (int64_t at = 0; at < w->count; at += block) {
         const int64_t n = w->count - at < block ? w->count - at : block;
@@ -220,7 +222,7 @@ INLINE void unit(const Unit *w) {
         if (w->bins) sample(w, at, n, wide);
         if (w->op != COUNT) update(w, at, n);
     }
-    if (w->counters) fold(lane, w->counters);
+    if (w->counters) fold(lane, w->dtype == BF16 ? BF16_LANES : LANES, w->counters);
 }
 
 /* ---- momentum: m is a mean of clamped gradients, and what is clipped and counted is m / (1 - beta^k) ---- */
@@ -268,10 +270,10 @@ INLINE void momentum_f64(const Unit *w) {
     for (int64_t at = 0; at < w->count; at += MEANS) {
         const int64_t n = w->count - at < MEANS ? w->count - at : MEANS;
         momentum_run_f64(p + at, g + at, m + at, mean, n, w->row, w->row->maximize != 0);
-        if (w->counters) count_f64(mean, n, w->row, w->counters, lane);
+        if (w->counters) count_f64(mean, n, w->row, w->counters, lane, LANES);
         if (w->bins) widen(F64, (const char *)mean, n, wide), sample_means(w, at, wide, n);
     }
-    if (w->counters) fold(lane, w->counters);
+    if (w->counters) fold(lane, LANES, w->counters);
 }
 
 INLINE void momentum_f32(const Unit *w) {
@@ -294,10 +296,10 @@ INLINE void momentum_f32(const Unit *w) {
             if (w->dtype != F32) narrow(w->dtype, p_wide, n, p_here);
             if (w->m_dtype != F32) narrow(w->m_dtype, m_wide, n, m_here);
         }
-        if (w->counters) count_f32(mean, n, w->row, w->counters, lane);
+        if (w->counters) count_f32(mean, n, w->row, w->counters, lane, LANES);
         if (w->bins) sample_means(w, at, mean, n);
     }
-    if (w->counters) fold(lane, w->counters);
+    if (w->counters) fold(lane, LANES, w->counters);
 }
 
 INLINE void any_unit(const Unit *w) {
@@ -313,13 +315,15 @@ static void unit_portable(const Unit *w) { any_unit(w); }
 #ifdef X86
 #include <immintrin.h>
 
-/* BiClip in fp32, the case that matters most, by hand: one loop whose update and counts come from the same registers, and
- * which asks for memory AHEAD bytes early. Against the update alone, 24M elements: counts in loops of their own 1.25 (one
- * thread), in this loop 1.04 to 1.15 without asking early, 0.97 to 1.09 with it (two threads, several runs). 1 KiB was the
- * best of 1, 2 and 4 in one run; runs differ by 3 %. A line at a time, and with a loop of its own for a step that only
- * descends (`plain`: no decay, no maximize), a tensor in the cache takes 0.65 of its time with eight at a time and one loop
- * for all; one in memory takes as long. */
-enum { AHEAD = 1024 };
+/* BiClip in fp32, the case that matters most, by hand: one loop whose update and counts come from the same registers. A line
+ * at a time, and with a loop of its own for a step that only descends (`plain`: no decay, no maximize), a tensor in the cache
+ * takes 0.65 of its time with eight at a time and one loop for all; one in memory takes as long.
+ *
+ * How many bytes early to ask for memory depends on the processor. Older ones (AVX2) gain from 1 KiB: against the update alone,
+ * 24M elements, counts in this loop take 1.04 to 1.15 without asking early and 0.97 to 1.09 with it (two threads, several
+ * runs). On an EPYC of 2024 (Zen 5) the same 1 KiB costs 17 % of a step in memory and 45 % of one in the third cache; with
+ * 6 KiB a step that counts takes 0.75 of its time with 1 KiB, and one that does not is best left alone. */
+enum { AHEAD_AVX2 = 1024, AHEAD_AVX512 = 4608 };
 
 typedef struct { __m256 sign, u, d, dead, low, high, neg_lr, decay; } Wide;
 typedef struct { __m256i zeros, belows, aboves, largest; __m256d squares_low, squares_high; } Seen;
@@ -355,7 +359,7 @@ INLINE int add_lanes(Counters *t, int width, const int32_t *zeros, const int32_t
     return top < 0x7f800000;
 }
 
-__attribute__((target("avx2,fma"), always_inline)) static inline void biclip_avx2(const Unit *w, const int counted, const int plain) {
+__attribute__((target("avx2,fma"), always_inline)) static inline void biclip_avx2(const Unit *w, const int counted, const int plain, const int ahead) {
     const Row_f32 r = row_f32(w->row);
     const float dead = r.dead_zone, low = r.d > dead ? r.d : dead;
     const float high = r.u > low ? nextafterf(r.u, 0.0f) : low; /* a > high is a >= u, where that is not below too */
@@ -369,10 +373,12 @@ __attribute__((target("avx2,fma"), always_inline)) static inline void biclip_avx
     for (int64_t at = 0; at < w->count; at += block) {
         const int64_t end = at + block < full ? at + block : full;
         int64_t i = at;
-        if (at % (PAGE / 4) == 0) next_page(g + at), next_page(p + at);
+        if (ahead == AHEAD_AVX2 && at % (PAGE / 4) == 0) next_page((const char *)(g + at)), next_page((const char *)(p + at));
         for (; i + LINE / 4 <= end; i += LINE / 4) {
-            _mm_prefetch((const char *)(g + i) + AHEAD, _MM_HINT_NTA); /* read once: leave the caches to p */
-            _mm_prefetch((const char *)(p + i) + AHEAD, _MM_HINT_T0);
+            if (ahead) {
+                _mm_prefetch((const char *)(g + i) + ahead, _MM_HINT_NTA); /* read once: leave the caches to p */
+                _mm_prefetch((const char *)(p + i) + ahead, _MM_HINT_T0);
+            }
             eight(p + i, g + i, &k, &seen, counted, plain, plain ? 0 : r.maximize);
             eight(p + i + 8, g + i + 8, &k, &seen, counted, plain, plain ? 0 : r.maximize);
         }
@@ -392,31 +398,44 @@ __attribute__((target("avx2,fma"), always_inline)) static inline void biclip_avx
     Counters *t = w->counters, whole = {0};
     const int finite = add_lanes(t, 8, lanes[0], lanes[1], lanes[2], lanes[3]);
     t->elements += full;
-    count_f32(g + full, w->count - full, w->row, t, lane);
+    count_f32(g + full, w->count - full, w->row, t, lane, LANES);
     if (!finite) { /* rare: count again, finite elements only */
         memset(lane, 0, sizeof lane);
-        count_f32(g, w->count, w->row, &whole, lane);
+        count_f32(g, w->count, w->row, &whole, lane, LANES);
         *t = whole;
     }
-    fold(lane, t);
+    fold(lane, LANES, t);
 }
 
 __attribute__((target("avx2,fma"))) static void biclip_f32_avx2(const Unit *w) {
     const int plain = w->row->decay == 1.0 && w->row->maximize == 0.0;
-    if (w->counters) plain ? biclip_avx2(w, 1, 1) : biclip_avx2(w, 1, 0);
-    else plain ? biclip_avx2(w, 0, 1) : biclip_avx2(w, 0, 0);
+    if (w->counters) plain ? biclip_avx2(w, 1, 1, AHEAD_AVX2) : biclip_avx2(w, 1, 0, AHEAD_AVX2);
+    else plain ? biclip_avx2(w, 0, 1, AHEAD_AVX2) : biclip_avx2(w, 0, 0, AHEAD_AVX2);
 }
 
-/* Wider registers gain nothing here, memory is the limit: both variants share the loop. */
-#define HANDMADE(W) ((W)->op == BICLIP && (W)->dtype == F32 && ((W)->counters || !(W)->bins))
+/* Memory is the limit: wider registers gain nothing. */
+__attribute__((target("avx2,fma"))) static void biclip_f32_avx512(const Unit *w) {
+    const int plain = w->row->decay == 1.0 && w->row->maximize == 0.0;
+    if (w->counters) plain ? biclip_avx2(w, 1, 1, AHEAD_AVX512) : biclip_avx2(w, 1, 0, AHEAD_AVX512);
+    else plain ? biclip_avx2(w, 0, 1, 0) : biclip_avx2(w, 0, 0, 0);
+}
+
+#define WIDTH 256
+#include "biclip_bf16.h"
+#define WIDTH 512
+#include "biclip_bf16.h"
+
+#define HANDMADE(W) ((W)->op == BICLIP && ((W)->counters || !(W)->bins))
 
 __attribute__((target("avx2,fma"))) static void unit_avx2(const Unit *w) {
-    if (HANDMADE(w)) biclip_f32_avx2(w);
+    if (HANDMADE(w) && w->dtype == F32) biclip_f32_avx2(w);
+    else if (HANDMADE(w) && w->dtype == BF16) biclip_bf16_256(w);
     else any_unit(w);
 }
 
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512"))) static void unit_avx512(const Unit *w) {
-    if (HANDMADE(w)) biclip_f32_avx2(w);
+    if (HANDMADE(w) && w->dtype == F32) biclip_f32_avx512(w);
+    else if (HANDMADE(w) && w->dtype == BF16) biclip_bf16_512(w);
     else any_unit(w);
 }
 
@@ -441,7 +460,18 @@ typedef struct {
     Counters *counters;                   /* one per slot, added to; or NULL */
     uint64_t *bins, *logs;          /* BINS per slot each, added to; or NULL */
     Counters *partial;                 /* one per unit */
+    int64_t claimed;                /* units that a thread takes at once */
 } Pass;
+
+/* Neighbouring units that a thread takes at once: more of them leave less of what was asked for early to the other threads,
+ * and fewer let all threads end at the same time. In bf16, 24M elements, two threads: 0.97 of the time with 4 or 16 instead of
+ * 1, as much as with 1 again for 32. */
+enum { MOST_CLAIMED = 8, CLAIMS_PER_THREAD = 8 };
+
+static int64_t units_at_once(int64_t units, int threads) {
+    const int64_t share = units / ((int64_t)threads * CLAIMS_PER_THREAD);
+    return share < 1 ? 1 : share > MOST_CLAIMED ? MOST_CLAIMED : share;
+}
 
 static void flush(uint64_t *table, uint64_t *bins, uint64_t *logs) {
     for (int k = 0; k < BINS; k++)
@@ -459,16 +489,16 @@ static void flush(uint64_t *table, uint64_t *bins, uint64_t *logs) {
         }
 }
 
-/* One unit after another as they are free: no thread waits for a slower one, and all read neighbouring memory. */
+/* A few units after another as they are free: no thread waits for a slower one, and all read neighbouring memory. */
 static void share(const Pass *s, int64_t *next) {
     uint64_t table[BINS] = {0};
-    int64_t index = 0, mine = claim(next);
+    int64_t index = 0, mine = claim(next) * s->claimed;
     for (int i = 0; i < s->tensors; i++) {
         const int64_t n = s->count[i];
         int in_table = 0; /* units; packed sums hold 128 complete ones */
         for (int64_t at = 0; at < n; at += UNIT, index++) {
             if (index != mine) continue;
-            mine = claim(next);
+            if (++mine % s->claimed == 0) mine = claim(next) * s->claimed;
             const int64_t byte = at * size_of(s->dtype[i]);
             Unit w = {s->op, s->dtype[i], n - at < UNIT ? n - at : UNIT, n < UNIT ? -1 : s->sample_offset,
                       s->op == COUNT ? NULL : (char *)(uintptr_t)s->p[i] + byte, (const char *)(uintptr_t)s->g[i] + byte,
@@ -486,13 +516,14 @@ EXPORT int tailopt_pass(int op, int variant, int threads, int tensors, const uin
                         const int64_t *count, const int32_t *dtype, const int32_t *m_dtype, const int32_t *row,
                         const double *rows, const int32_t *slot, void *counters, uint64_t *bins, uint64_t *logs, int sample_offset) {
     Pass s = {op, variant, sample_offset, tensors, p, g, m, count, dtype, m_dtype, row, slot,
-              (const Row *)rows, (Counters *)counters, bins, logs, NULL};
+              (const Row *)rows, (Counters *)counters, bins, logs, NULL, 1};
     int64_t total = 0, units = 0, next = 0;
     for (int i = 0; i < tensors; i++) total += count[i], units += (count[i] + UNIT - 1) / UNIT;
     if (counters && units && !(s.partial = (Counters *)calloc((size_t)units, sizeof(Counters)))) return -1;
     if (total < SERIAL || threads < 2) {
         share(&s, &next);
     } else {
+        s.claimed = units_at_once(units, threads);
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads)
         share(&s, &next);
