@@ -15,6 +15,7 @@ from tailopt.algorithms import algorithm
 from tailopt.engines.simulate import simulate
 from tailopt.tasks.glue import FORMATS, Glue, fixed_shuffle, load_rows, predict
 from tailopt.tasks.table import task
+from tests.tasks.one_program import check_one_program
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
@@ -156,6 +157,11 @@ def test_dropout_can_be_left_out(tmp_path: Path, encoder: str) -> None:
     for dropout in (True, False):
         model = replace(made, dropout=dropout).model(0).train()
         assert torch.equal(made.loss(model, batch), made.loss(model, batch)) is not dropout
+
+
+@pytest.mark.parametrize("which", ["mrpc", "stsb"])
+def test_all_nodes_run_as_one_program(which: str, tmp_path: Path, encoder: str) -> None:
+    check_one_program(Glue(which, encoder, str(write(tmp_path, which)), length=24, dropout=False))
 
 
 def test_segments_and_lengths_reach_the_model(tmp_path: Path, encoder: str) -> None:

@@ -14,6 +14,7 @@ from tailopt.tasks import blocks, texts
 from tailopt.tasks.blocks import Blocks
 from tailopt.tasks.language import Language, negative_log_likelihood
 from tailopt.tasks.table import PRESETS, task
+from tests.tasks.one_program import check_one_program
 
 pytest.importorskip("transformers")
 
@@ -117,6 +118,10 @@ def test_padding_changes_no_loss():
     torch.testing.assert_close(found, torch.as_tensor(alone))
     noise = torch.where(torch.arange(16) < counts[:, None], ids, torch.randint(0, 256, (3, 16)))
     assert torch.equal(negative_log_likelihood(made, noise, counts, "sum"), found)
+
+
+def test_all_nodes_run_as_one_program(folder: Path):
+    check_one_program(Language("texts", data=str(folder), **TINY), nodes=0)
 
 
 def model_of(found: Language) -> torch.nn.Module:

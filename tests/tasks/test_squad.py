@@ -15,6 +15,7 @@ from tailopt.engines.simulate import simulate
 from tailopt.tasks import squad
 from tailopt.tasks.squad import Question, Squad, load, split_by_passage
 from tailopt.tasks.table import task
+from tests.tasks.one_program import check_one_program
 
 transformers = pytest.importorskip("transformers", reason="the studies' extra is not installed")
 pytest.importorskip("torchmetrics", reason="the studies' extra is not installed")
@@ -342,3 +343,7 @@ def test_the_presets() -> None:
     small, paper = task("squad", preset="small"), task("squad")
     assert isinstance(small, Squad) and small.defaults.nodes == 1 and small.length < 256
     assert isinstance(paper, Squad) and paper.pretrained == "Qwen/Qwen2.5-0.5B" and paper.limit == 0
+
+
+def test_all_nodes_run_as_one_program(model: str, data: str) -> None:
+    check_one_program(tiny(model, data))

@@ -17,6 +17,7 @@ import tailopt
 from tailopt.tasks.parallel_corpora import PUBLIC_NAMES
 from tailopt.tasks.table import task
 from tailopt.tasks.translation import NAMES, Translation
+from tests.tasks.one_program import check_one_program
 from tests.tasks.test_metrics import without_wordnet
 
 sacrebleu = pytest.importorskip("sacrebleu")
@@ -290,6 +291,10 @@ def test_bi2clip_learns_to_translate_numerals(tiny: Translation) -> None:
     end = tiny.evaluate(result.model, 0)
     assert end["loss"] < start["loss"] / 2
     assert end["bleu"] > 30 > start["bleu"]
+
+
+def test_all_nodes_run_as_one_program(tiny: Translation) -> None:
+    check_one_program(tiny)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from tailopt.evaluation import evaluating
 from tailopt.splits.partitions import iid
-from tailopt.tasks import pretrained
+from tailopt.tasks import pretrained, tokens
 from tailopt.tasks.blocks import BlockCorpus, BlockOptions, Blocks, load_blocks
 from tailopt.tasks.dataset_options import (
     check_choice,
@@ -255,7 +255,7 @@ class Language:
 
 def negative_log_likelihood(model: torch.nn.Module, ids: Tensor, counts: Tensor, reduction: str = "mean") -> Tensor:
     """Compute it for every token but the first of each block, given the tokens before it; padding is left out."""
-    used = int(counts.max())
+    used = tokens.longest(counts, ids.shape[1])
     numbers = ids[:, :used].long()
     padding = torch.arange(1, used, device=counts.device) >= counts[:, None]
     targets = numbers[:, 1:].masked_fill(padding, IGNORED)

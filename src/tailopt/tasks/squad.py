@@ -124,7 +124,7 @@ class Squad:
         """The mean cross entropy of the answers' tokens."""
         numbers, sizes, answers = batch
         numbers, mask = _trimmed(numbers.long(), sizes)
-        longest = int(answers.max())
+        longest = tokens.longest(answers, min(self.answer_length, numbers.shape[1] - 1))
         logits = model(
             input_ids=numbers, attention_mask=mask, position_ids=_positions(mask), logits_to_keep=longest + 1
         ).logits[:, :-1]

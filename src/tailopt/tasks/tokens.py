@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tailopt.clipping.operators import is_transformed
 from tailopt.optional import require
 from tailopt.records import disk
 
@@ -79,6 +80,16 @@ def padded(rows: Sequence[Sequence[int]], length: int, pad: int) -> Tensor:
 
 
 def trimmed(mask: Tensor) -> int:
-    """Return the number of columns of a batch that are not all padding, 1 at least: the length of its longest row."""
+    """Return the number of columns of a batch that are not all padding, 1 at least: the length of its longest row.
+
+    Where many copies of a model run as one program, all columns count: shapes cannot depend on values there.
+    """
+    if is_transformed(mask):
+        return mask.shape[1]
     used = mask.bool().any(0).nonzero()
     return int(used[-1]) + 1 if len(used) else 1
+
+
+def longest(lengths: Tensor, at_most: int) -> int:
+    """Return the largest of the lengths; the most that there can be where many copies of a model are one program."""
+    return at_most if is_transformed(lengths) else int(lengths.max())
