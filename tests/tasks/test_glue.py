@@ -167,7 +167,7 @@ def test_all_nodes_run_as_one_program(which: str, tmp_path: Path, encoder: str) 
 def test_segments_and_lengths_reach_the_model(tmp_path: Path, encoder: str) -> None:
     made = Glue("rte", encoder, str(write(tmp_path, "rte")), length=16)
     ids, mask, segments, labels = made.nodes(0, 1)[0][:]  # type: ignore[index]
-    assert ids.shape == mask.shape == segments.shape == (24, 16) and labels.tolist().count(0) == 12
+    assert ids.shape == mask.shape == segments.shape == (24, 13) and labels.tolist().count(0) == 12
     assert (ids[:, 0] == 2).all() and ((ids == 0) == (mask == 0)).all()
     assert (segments.sum(1) == 6).all()  # "a film is bad ." and a separator
     model = made.model(0).eval()
@@ -175,6 +175,12 @@ def test_segments_and_lengths_reach_the_model(tmp_path: Path, encoder: str) -> N
     assert torch.allclose(predict(model, (ids, mask, segments)), whole, atol=1e-6)
     loss = made.loss(model, (ids, mask, segments, labels))
     assert torch.allclose(loss, torch.nn.functional.cross_entropy(whole, labels), atol=1e-6)
+
+
+def test_no_column_is_all_padding(tmp_path: Path, encoder: str) -> None:
+    data = str(write(tmp_path, "rte"))
+    short, long = (Glue("rte", encoder, data, length=length)._tokenised("train") for length in (16, 24))
+    assert long[1].any(0).all() and (long[0][:, : short[0].shape[1]] == short[0]).all()
 
 
 def test_predictions_stand_in_the_order_of_the_rows_and_modes_are_put_back(encoder: str) -> None:

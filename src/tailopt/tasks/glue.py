@@ -258,7 +258,7 @@ def fixed_shuffle(samples: int) -> list[int]:
 def tokenised(
     which: str, data: str, name_or_path: str, length: int, split: str, at_most: int, hold_out: float
 ) -> tuple[Tensor, ...]:
-    """Return token numbers [rows, length], mask, perhaps segments, and labels [rows].
+    """Return token numbers [rows, tokens of the longest], mask, perhaps segments, and labels [rows].
 
     Args:
         name_or_path: of the tokenizer.
@@ -285,7 +285,8 @@ def tokenised(
 
     numbers = tokens.cached(tokenise, "glue", tokens.fingerprint(tokenizer), length, *table.texts)
     labels = torch.tensor(table.labels, dtype=torch.long if FORMATS[which].classes else torch.float32)
-    inputs = [numbers[key] for key in ("input_ids", "attention_mask", "token_type_ids") if key in numbers]
+    used = tokens.trimmed(numbers["attention_mask"])  # where batches are not trimmed, all columns cost time
+    inputs = [numbers[key][:, :used] for key in ("input_ids", "attention_mask", "token_type_ids") if key in numbers]
     return (*inputs, labels)
 
 
