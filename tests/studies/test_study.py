@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tailopt.studies.comparison import ComparisonPlan, with_options
 from tailopt.studies.study import StudyOptions, resolve_device
 
 
@@ -29,3 +30,11 @@ def test_a_device_that_cannot_be_used_is_refused() -> None:
     assert resolve_device("cpu") == "cpu"
     with pytest.raises(ValueError, match="Invalid device: 'abacus' cannot be used here"):
         resolve_device("abacus")
+
+
+def test_a_precision_is_passed_on_to_every_run() -> None:
+    plan = ComparisonPlan({}, ("avg-sgd",), run={"nodes": 2})
+    assert with_options(plan, StudyOptions(precision="bf16")).run == {"nodes": 2, "precision": "bf16"}
+    assert with_options(plan, StudyOptions()).run == {"nodes": 2}
+    with pytest.raises(ValueError, match="Invalid precision: 'fp8'; need one of None, 'fp32', 'bf16'"):
+        StudyOptions(precision="fp8")

@@ -56,6 +56,7 @@ OPTIONS: Mapping[str, str] = {
     "batch": "how many settings train side by side, instead of as many as the memory holds",
     "settings": "tune (the default), paper, or the results.json of an earlier study",
     "device": "cpu or cuda; by default a GPU where there is one",
+    "precision": "bf16 trains with autocast; fp32 (the default) does not",
 }
 
 

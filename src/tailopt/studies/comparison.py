@@ -23,7 +23,7 @@ from tailopt.tasks.table import task
 from tailopt.tasks.task import Task
 
 # options that every comparison takes, besides its own
-COMPARISON_OPTIONS = ("algorithms", "seeds", "budget", "batch", "settings", "device")
+COMPARISON_OPTIONS = ("algorithms", "seeds", "budget", "batch", "settings", "device", "precision")
 # what `--quick` runs: arguments of `simulate`, and settings of the task
 QUICK_RUN: Mapping[str, Any] = {"nodes": 2, "rounds": 1, "local_steps": 1, "batch_size": 4}
 FEW_POINTS: Mapping[str, Any] = {"budget": 2, "widenings": 0, "tuning_seeds": (100,)}
@@ -136,6 +136,8 @@ def with_options(plan: ComparisonPlan, options: StudyOptions) -> ComparisonPlan:
         plan = replace(plan, run={**QUICK_RUN, **plan.run, "rounds": 1, "local_steps": 1})
     if options.algorithms:
         plan = replace(plan, algorithms=algorithm_names(options.algorithms))
+    if options.precision:
+        plan = replace(plan, run={**plan.run, "precision": options.precision})
     return replace(
         plan,
         seeds=tuple(range(options.seeds)) if options.seeds else plan.seeds,

@@ -12,6 +12,9 @@ from typing import Protocol
 
 import torch
 
+from tailopt.arguments import check_choice
+from tailopt.engines.sequential import PRECISIONS
+
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions:
@@ -29,6 +32,7 @@ class StudyOptions:
         batch: how many of them train side by side, instead of as many as the memory holds.
         settings: "tune", "paper", or the results.json of an earlier study.
         device: None is a GPU where there is one.
+        precision: "bf16" trains with autocast; "fp32" and None do not.
         command: how the study was started, for its report; empty where it was called from Python.
 
     Examples:
@@ -51,6 +55,7 @@ class StudyOptions:
     batch: int | None = None
     settings: str | None = None
     device: str | None = None
+    precision: str | None = None
     command: str = ""
 
     def __post_init__(self) -> None:
@@ -58,6 +63,7 @@ class StudyOptions:
             count = getattr(self, name)
             if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
                 raise ValueError(f"Invalid {name}: got {count!r}; need a whole number, 1 or more.")
+        check_choice("precision", self.precision, tuple(PRECISIONS))
         if self.settings not in (None, "tune", "paper") and not Path(str(self.settings)).is_file():
             raise ValueError(
                 f'Invalid settings: got {self.settings!r}; need "tune", "paper" or the results.json of a study.'
