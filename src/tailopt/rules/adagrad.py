@@ -6,38 +6,29 @@ torch.optim.Adagrad's operations in its order. |g| <= sqrt(v), so one step moves
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from tailopt.clipping.step_cache import StepCache
-from tailopt.rules.rule import Hyperparameters, ParamStates, Rule, StepBound, Tensors, value_for_param
+from tailopt.rules.lists import descend_by_quotient, in_windows
+from tailopt.rules.rule import Hyperparameters, ParamStates, Rule, StepBound, Tensors
 
 
+@in_windows
 def _adagrad(
     params: Tensors, grads: Tensors, states: ParamStates, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
-    for i, (p, g, state) in enumerate(zip(params, grads, states, strict=True)):
-        refuse_sparse(g, "adagrad")
+    refuse_sparse(grads, "adagrad")
+    for p, state in zip(params, states, strict=True):
         if not state:
             state["sum"] = torch.zeros_like(p)
-        state["sum"].addcmul_(g, g, value=1)
-        descend_by_quotient(p, g, state["sum"].sqrt(), value_for_param(hparams["lr"], i), hparams["eps"])
+    sums = [state["sum"] for state in states]
+    torch._foreach_addcmul_(sums, list(grads), list(grads), value=1)
+    descend_by_quotient(params, grads, list(torch._foreach_sqrt(sums)), hparams["lr"], hparams["eps"])
 
 
-def refuse_sparse(g: Tensor, name: str) -> None:
+def refuse_sparse(grads: Tensors, name: str) -> None:
     """Raise for a sparse gradient, naming the rules that take one."""
-    if g.is_sparse:
+    if any(g.is_sparse for g in grads):
         raise ValueError(f"{name} takes no sparse gradients. Use sgd, biclip or l2clip, or Embedding(sparse=False).")
-
-
-def descend_by_quotient(p: Tensor, numerator: Tensor, root: Tensor, lr: float | Tensor, eps: float | Tensor) -> None:
-    """p <- p - lr * numerator / (root + eps), where a root of 0 moves nothing; `root` is overwritten."""
-    root.add_(eps)
-    if not isinstance(eps, Tensor) and eps == 0:
-        root.masked_fill_(root == 0, torch.inf)  # 0/0, or a gradient whose square is too small for the type
-    if isinstance(lr, Tensor):
-        p.sub_(numerator / root * lr)
-    else:
-        p.addcdiv_(numerator, root, value=-lr)
 
 
 def _step_bound(hparams: Hyperparameters) -> StepBound:

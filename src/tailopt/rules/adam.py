@@ -19,8 +19,9 @@ from torch import Tensor
 
 from tailopt.clipping.operators import biclip
 from tailopt.clipping.step_cache import StepCache
-from tailopt.rules.adagrad import descend_by_quotient, refuse_sparse
+from tailopt.rules.adagrad import refuse_sparse
 from tailopt.rules.biclip import thresholds
+from tailopt.rules.lists import descend_by_quotient, in_windows, scale_
 from tailopt.rules.rule import (
     Hyperparameters,
     ParamState,
@@ -28,33 +29,36 @@ from tailopt.rules.rule import (
     Rule,
     StepBound,
     Tensors,
+    as_list,
     is_active,
     product,
-    value_for_param,
 )
 
 
+@in_windows
 def _adam(
     params: Tensors, grads: Tensors, states: ParamStates, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
     beta1, beta2 = hparams["betas"]
     decay, correction = hparams.get("weight_decay", 0.0), hparams["bias_correction"]
-    for i, (p, g, state) in enumerate(zip(params, grads, states, strict=True)):
-        lr = value_for_param(hparams["lr"], i)
-        refuse_sparse(g, "adam")
+    refuse_sparse(grads, "adam")
+    for p, state in zip(params, states, strict=True):
         if not state:
             state.update(initial_adam_state(p))
         state["step"] += 1
-        if is_active(decay):
-            p.mul_(1 - lr * decay)
-        m = state["exp_avg"].lerp_(g, 1 - beta1)
-        v = state["exp_avg_sq"].mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        root = v.sqrt()
-        if correction is True:
-            root.div_((1 - beta2 ** state["step"]) ** 0.5)
-        if correction is not False:
-            lr = lr / (1 - beta1 ** state["step"])
-        descend_by_quotient(p, m, root, lr, hparams["eps"])
+    rates = as_list(hparams["lr"], len(params))
+    if is_active(decay):
+        scale_(params, [1 - lr * decay for lr in rates])
+    firsts, seconds = [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
+    torch._foreach_lerp_(firsts, list(grads), 1 - beta1)
+    scale_(seconds, beta2)
+    torch._foreach_addcmul_(seconds, list(grads), list(grads), value=1 - beta2)
+    roots = list(torch._foreach_sqrt(seconds))
+    if correction is True:
+        torch._foreach_div_(roots, [(1 - beta2 ** state["step"]) ** 0.5 for state in states])
+    if correction is not False:
+        rates = [lr / (1 - beta1 ** state["step"]) for lr, state in zip(rates, states, strict=True)]
+    descend_by_quotient(params, firsts, roots, rates, hparams["eps"])
 
 
 def initial_adam_state(p: Tensor, second_moment: Tensor | None = None, step: int = 0) -> ParamState:

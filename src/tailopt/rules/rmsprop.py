@@ -11,19 +11,22 @@ import math
 import torch
 
 from tailopt.clipping.step_cache import StepCache
-from tailopt.rules.adagrad import descend_by_quotient
-from tailopt.rules.rule import Hyperparameters, ParamStates, Rule, StepBound, Tensors, product, value_for_param
+from tailopt.rules.lists import descend_by_quotient, in_windows, scale_
+from tailopt.rules.rule import Hyperparameters, ParamStates, Rule, StepBound, Tensors, product
 
 
+@in_windows
 def _rmsprop(
     params: Tensors, grads: Tensors, states: ParamStates, hparams: Hyperparameters, cache: StepCache | None = None
 ) -> None:
     beta2 = hparams["betas"][1]
-    for i, (p, g, state) in enumerate(zip(params, grads, states, strict=True)):
+    for p, state in zip(params, states, strict=True):
         if not state:
             state["square_avg"] = torch.zeros_like(p)
-        v = state["square_avg"].mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        descend_by_quotient(p, g, v.sqrt(), value_for_param(hparams["lr"], i), hparams["eps"])
+    averages = [state["square_avg"] for state in states]
+    scale_(averages, beta2)
+    torch._foreach_addcmul_(averages, list(grads), list(grads), value=1 - beta2)
+    descend_by_quotient(params, grads, list(torch._foreach_sqrt(averages)), hparams["lr"], hparams["eps"])
 
 
 RMSPROP = Rule(
