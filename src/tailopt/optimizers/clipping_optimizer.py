@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
@@ -23,11 +24,19 @@ from tailopt.clipping.norms import nonfinite
 from tailopt.clipping.operators import Number, check_kind, check_shape, check_thresholds, threshold_order
 from tailopt.clipping.step_cache import StepCache
 from tailopt.native.calls import DTYPES
+from tailopt.optimizers.auto_thresholds import Observation, is_auto
 from tailopt.optimizers.groups import CheckedGroups, Gathered, GatheredGroup, Group, GroupAndStep, ScopeOf
 from tailopt.optimizers.threshold_warning import warn_caller
 
 POLICIES = ("propagate", "skip", "raise")
 STATISTICS = {False: None, "counts": "counts", True: "sampled", "complete": "complete"}
+
+
+class Released(Protocol):
+    """What takes the place of the body of `step` while gradients are released (`gradient_release`)."""
+
+    def finish_step(self, closure: Callable[[], Any] | None) -> None:
+        """Finish the step whose updates ran inside backward."""
 
 
 class ClippingOptimizer(Optimizer):
@@ -63,6 +72,7 @@ class ClippingOptimizer(Optimizer):
         self._checked_groups = CheckedGroups(key for key in self.defaults if key != "params")
         self._violations: dict[torch.device, Tensor] = {}  # by device, counted where the thresholds are
         self._warned_of_decay = False
+        self._released: Released | None = None  # set while updates run inside backward
         if self.defaults["fused"]:
             # Only if the constructor got fused=True: with this flag a GradScaler leaves the unscaling to us.
             self._step_supports_amp_scaling = True
@@ -187,6 +197,9 @@ class ClippingOptimizer(Optimizer):
     @_use_grad_for_differentiable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; returns what the closure returned."""
+        if self._released is not None:
+            self._released.finish_step(closure)
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -195,16 +208,20 @@ class ClippingOptimizer(Optimizer):
         if not self._unscale(gathered):
             return loss
         batches, scope_of = self._batches(gathered)
+        self._look_at_thresholds(batches)
         batches, saved = self._refuse_nonfinite(batches, scope_of)
-        recorder = None
         if self._statistics is not None:
-            recorder = self._recorder
-            recorder.begin_pass(len(self.names()))
-        for kind, same_kind in _group_by_kernel(batches).items():
-            self._run(kind, same_kind, recorder)
+            self._recorder.begin_pass(len(self.names()))
+        self._run_batches(batches)
         _restore(saved)
         self._after_step(gathered)
         return loss
+
+    def _run_batches(self, batches: Sequence[GroupAndStep]) -> None:
+        """Take the step of these batches, and count on the way where statistics were asked for."""
+        recorder = self._recorder if self._statistics is not None else None
+        for kind, same_kind in _group_by_kernel(batches).items():
+            self._run(kind, same_kind, recorder)
 
     @abstractmethod
     def _batches(self, gathered: Gathered) -> tuple[list[GroupAndStep], ScopeOf]:
@@ -214,19 +231,38 @@ class ClippingOptimizer(Optimizer):
     def _run(self, kind: str, batches: Sequence[StepGroup], recorder: StatisticsRecorder | None) -> None:
         """Take the step of batches that go through the same function of the optimizer's module."""
 
+    def _look_at_thresholds(self, batches: Sequence[GroupAndStep]) -> None:
+        """Warn of thresholds that do nothing: by default nothing is looked at."""
+
     def _after_step(self, gathered: Gathered) -> None:
-        """Do what an optimizer does with the gradients once the step is taken: by default nothing."""
+        """Show the gradients of a step that was taken to the groups whose thresholds follow them."""
+        if any(is_auto(group["u"]) for group in self.param_groups):
+            self._observe_step(gathered)
+
+    @torch.no_grad()  # thresholds are constants of a differentiable step
+    @_disable_dynamo  # thresholds are plain numbers that change: a compiled step is traced again when they do
+    def _observe_step(self, gathered: Gathered) -> None:
+        observation = Observation()
+        self._observe(gathered, observation)
+        observation.settle()
+
+    @abstractmethod
+    def _observe(self, gathered: Gathered, observation: Observation) -> None:
+        """Add what a step, or a part of it, has shown to the groups with u="auto"."""
+
+    def _check_groups(self) -> None:
+        """Raise for settings that cannot be used, before anything moves."""
+        for group in self.param_groups:
+            if group not in self._checked_groups:
+                self.check(group, group["params"], at_step=True)
+                self._warn_of_decay(group)
+                self._checked_groups.add(group)
+        self._accelerator_graph_capture_health_check()
 
     def _gather(self) -> Gathered:
         """Parameters that have gradients, by group, after every check that could refuse them."""
-        tracing = torch.compiler.is_compiling()
-        if not tracing:
-            for group in self.param_groups:
-                if group not in self._checked_groups:
-                    self.check(group, group["params"], at_step=True)
-                    self._warn_of_decay(group)
-                    self._checked_groups.add(group)
-            self._accelerator_graph_capture_health_check()
+        if not torch.compiler.is_compiling():
+            self._check_groups()
         gathered = []
         for group in self.param_groups:
             params: list[Tensor] = []
@@ -234,12 +270,16 @@ class ClippingOptimizer(Optimizer):
             momenta: list[Tensor] = []
             step_counts: list[Tensor] = []
             self._init_group(group, params, grads, momenta, step_counts)
-            if group["fused"]:
-                _check_fused(params, grads, type(self).__name__.lower())
-            if group["capturable"] and not tracing:
-                _check_capturable(params)
+            self._check_implementation(group, params, grads)
             gathered.append(GatheredGroup(group, params, grads, momenta, step_counts, []))
         return gathered
+
+    def _check_implementation(self, group: Group, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Raise for tensors that the implementation which the group asks for does not take."""
+        if group["fused"]:
+            _check_fused(params, grads, type(self).__name__.lower())
+        if group["capturable"] and not torch.compiler.is_compiling():
+            _check_capturable(params)
 
     def _warn_of_decay(self, group: Group) -> None:
         """Warn once of a decay that erases the weights or flips their signs; an lr on a device is not read."""
