@@ -234,13 +234,8 @@ class BiClip(ClippingOptimizer):
                 batches += [(group, part) for part in parts]
         return batches, lambda b, i: id(batches[b][1].params[i])  # every tensor is skipped on its own
 
-    def _look_at_thresholds(self, batches: Sequence[GroupAndStep]) -> None:
-        if not torch.compiler.is_compiling() and self._threshold_check.due():
-            self._look_at_part(batches)
-            self._threshold_check.report()
-
     def _look_at_part(self, batches: Sequence[GroupAndStep]) -> None:
-        """Look at batches of a step for which the check is due."""
+        assert self._threshold_check is not None
         names = self.names()
         # thresholds that refer to a mean, or follow the gradients, are not compared with them
         plain = [(group, batch) for group, batch in batches if not batch.momenta and not is_auto(group["u"])]

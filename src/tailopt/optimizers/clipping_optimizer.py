@@ -15,18 +15,17 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
-from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from tailopt.clipping.counts import Counts, StatisticsRecorder
-from tailopt.clipping.dtensor import is_dtensor, local_pair
+from tailopt.clipping.dtensor import local_pair
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.norms import nonfinite
 from tailopt.clipping.operators import Number, check_kind, check_shape, check_thresholds, threshold_order
 from tailopt.clipping.step_cache import StepCache
-from tailopt.native.calls import DTYPES
 from tailopt.optimizers.auto_thresholds import Observation, is_auto
 from tailopt.optimizers.groups import CheckedGroups, Gathered, GatheredGroup, Group, GroupAndStep, ScopeOf
-from tailopt.optimizers.threshold_warning import warn_caller
+from tailopt.optimizers.implementations import check_capturable, check_fused, group_by_kernel
+from tailopt.optimizers.threshold_warning import ThresholdCheck, warn_caller
 
 POLICIES = ("propagate", "skip", "raise")
 STATISTICS = {False: None, "counts": "counts", True: "sampled", "complete": "complete"}
@@ -72,6 +71,7 @@ class ClippingOptimizer(Optimizer):
         self._checked_groups = CheckedGroups(key for key in self.defaults if key != "params")
         self._violations: dict[torch.device, Tensor] = {}  # by device, counted where the thresholds are
         self._warned_of_decay = False
+        self._threshold_check: ThresholdCheck | None = None
         self._released: Released | None = None  # set while updates run inside backward
         if self.defaults["fused"]:
             # Only if the constructor got fused=True: with this flag a GradScaler leaves the unscaling to us.
@@ -220,7 +220,7 @@ class ClippingOptimizer(Optimizer):
     def _run_batches(self, batches: Sequence[GroupAndStep]) -> None:
         """Take the step of these batches, and count on the way where statistics were asked for."""
         recorder = self._recorder if self._statistics is not None else None
-        for kind, same_kind in _group_by_kernel(batches).items():
+        for kind, same_kind in group_by_kernel(batches).items():
             self._run(kind, same_kind, recorder)
 
     @abstractmethod
@@ -232,7 +232,13 @@ class ClippingOptimizer(Optimizer):
         """Take the step of batches that go through the same function of the optimizer's module."""
 
     def _look_at_thresholds(self, batches: Sequence[GroupAndStep]) -> None:
-        """Warn of thresholds that do nothing: by default nothing is looked at."""
+        """Warn of thresholds that do nothing, in the steps in which they are looked at."""
+        if not torch.compiler.is_compiling() and self._threshold_check is not None and self._threshold_check.due():
+            self._look_at_part(batches)
+            self._threshold_check.report()
+
+    def _look_at_part(self, batches: Sequence[GroupAndStep]) -> None:
+        """Look at some batches of a step in which the thresholds are looked at."""
 
     def _after_step(self, gathered: Gathered) -> None:
         """Show the gradients of a step that was taken to the groups whose thresholds follow them."""
@@ -277,9 +283,9 @@ class ClippingOptimizer(Optimizer):
     def _check_implementation(self, group: Group, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Raise for tensors that the implementation which the group asks for does not take."""
         if group["fused"]:
-            _check_fused(params, grads, type(self).__name__.lower())
+            check_fused(params, grads, type(self).__name__.lower())
         if group["capturable"] and not torch.compiler.is_compiling():
-            _check_capturable(params)
+            check_capturable(params)
 
     def _warn_of_decay(self, group: Group) -> None:
         """Warn once of a decay that erases the weights or flips their signs; an lr on a device is not read."""
@@ -408,29 +414,6 @@ def _restore(saved: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
         p.copy_(torch.where(verdict, before, p))
 
 
-def _group_by_kernel(batches: Iterable[GroupAndStep]) -> dict[str, list[StepGroup]]:
-    """Batches that are not empty, by the kind of kernel that their group asks for."""
-    by_kind: dict[str, list[StepGroup]] = {}
-    for group, batch in batches:
-        if batch.params:
-            by_kind.setdefault(_kernel_kind(group, batch.params), []).append(batch)
-    return by_kind
-
-
-def _kernel_kind(group: Group, params: Sequence[Tensor]) -> str:
-    """One of "single", "foreach", "fused", and "multi" for the fastest that there is."""
-    if group["differentiable"]:
-        return "single"
-    if group["fused"]:
-        return "fused"
-    if group["foreach"] is not None:
-        return "foreach" if group["foreach"] else "single"
-    if torch.compiler.is_compiling():  # the C kernel cannot be traced
-        devices = _get_foreach_kernels_supported_devices()
-        return "foreach" if params and all(p.device.type in devices for p in params) else "single"
-    return "multi"
-
-
 def _is_number(value: Any) -> bool:
     return not isinstance(value, bool) and hasattr(value, "__float__")
 
@@ -441,24 +424,3 @@ def _plain_value(value: Any) -> Any:
         # a numpy.float64 is a float too, and torch.load(weights_only=True) refuses it
         return float(value) if isinstance(value, float) else value
     return float(value) if hasattr(value, "__float__") else value
-
-
-def _check_fused(params: Sequence[Tensor], grads: Sequence[Tensor], name: str) -> None:
-    for p in params:
-        device = (p.to_local() if is_dtensor(p) else p).device.type
-        if device != "cpu" or p.dtype not in DTYPES:
-            raise RuntimeError(
-                "`fused=True` requires all the params to be floating point Tensors of supported devices: ['cpu'] "
-                f"but got {p.dtype} on {device}. Leave `fused` unset."
-            )
-    if any(g.is_sparse for g in grads):
-        raise RuntimeError(f"`_fused_{name}` does not support sparse gradients")
-
-
-def _check_capturable(params: Sequence[Tensor]) -> None:
-    from torch.optim.optimizer import _get_capturable_supported_devices
-
-    devices = _get_capturable_supported_devices()
-    if not all(p.device.type in devices for p in params):
-        used = sorted({p.device.type for p in params})
-        raise AssertionError(f"If capturable=True, params must be on supported devices: {devices}, not on {used}.")
