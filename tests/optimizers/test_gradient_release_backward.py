@@ -80,6 +80,7 @@ def test_a_model_that_is_checkpointed_whole() -> None:
         loss(b, batches(1)[0]).backward()
         with pytest.raises(RuntimeError, match="A second backward pass"):
             loss_of(b, batches(1)[0]).backward()
+        plain.zero_grad()
         loss(a, batches(1)[0]).backward()
         plain.step()
         released.step()
@@ -121,12 +122,8 @@ def test_the_same_graph_twice() -> None:
             optimizer.zero_grad()
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 out.sum().backward()  # by a step, with release and without
-            if optimizer is released:
-                with pytest.warns(UserWarning, match="A backward pass ended with an error"):
-                    handle.remove()
             optimizer.zero_grad()
-            torch.testing.assert_close(model.scale, a.scale, rtol=1e-2, atol=0)
-        b.load_state_dict(a.state_dict())  # the pass that failed has moved some of them
+        handle.remove()
 
 
 def test_derivatives_that_no_hook_sees() -> None:
@@ -216,11 +213,10 @@ def test_a_second_backward_without_a_step_moves_nothing(bucket_bytes: int, accum
         handle = release_gradients(b, released, bucket_bytes=bucket_bytes)
         loss_of(b, one).backward()
         before = [p.detach().clone() for p in b.parameters()]
-        with handle.accumulate() if accumulates else contextlib.nullcontext():
-            with pytest.raises(
-                RuntimeError, match="second backward pass before optimizer.step.*20 parameters were rel"
-            ):
-                loss_of(b, two).backward()
+        message = "A second backward pass before optimizer.step.*20 parameters were released"
+        mode = handle.accumulate() if accumulates else contextlib.nullcontext()
+        with mode, pytest.raises(RuntimeError, match=message):
+            loss_of(b, two).backward()
         same_bits(before, [p.detach() for p in b.parameters()])
         released.step()
         handle.remove()
@@ -389,7 +385,7 @@ def test_backward_in_another_thread() -> None:
 
 
 def test_two_backward_passes_at_once_are_noticed() -> None:
-    """One waits in its middle for the other to end: whichever comes second is told so."""
+    """One waits in its middle while the other begins and ends: it looks as if it had failed, until it goes on."""
     model = decoder()
     optimizer = biclip(model)
     inside, go = threading.Event(), threading.Event()
@@ -418,7 +414,7 @@ def test_two_backward_passes_at_once_are_noticed() -> None:
     first.join(60)
     hook.remove()
     assert len(errors) == 1
-    assert "second" in str(errors[0])
+    assert "Two backward passes at once" in str(errors[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         handle.remove()

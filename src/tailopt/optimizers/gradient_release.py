@@ -162,14 +162,18 @@ class PendingStep:
         self.updated = 0
         self.backwards: set[int] = set()  # torch's numbers of the passes that it belongs to
         self.running: set[int] = set()  # those that have not ended; a pass that raises never does
+        self._began_nested = False
 
     def belongs(self, backward: int) -> bool:
         """Whether a gradient of this pass belongs to this step: one that encloses another has the smaller number."""
-        return backward in self.backwards or backward < min(self.backwards) or _is_nested()
+        if backward in self.backwards or _is_nested():
+            return True
+        return self._began_nested and backward < min(self.backwards)
 
     def join(self, backward: int) -> None:
         """Note a pass whose first gradient has come; called inside of it."""
         if backward not in self.backwards:
+            self._began_nested |= not self.backwards and _is_nested()
             self.backwards.add(backward)
             self.running.add(backward)
             ended = functools.partial(self.running.discard, backward)
@@ -205,6 +209,7 @@ class GradientRelease:
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._lock = threading.Lock()  # gradients of different devices come in different threads
         self._step: PendingStep | None = None
+        self._given_up: set[int] = set()  # numbers of passes that did not end before others began
         self._accumulates = self._removed = False
         self._hooks: dict[int, RemovableHandle] = {}
         # With this flag a GradScaler leaves everything to `step`, which refuses it with the reason.
@@ -292,14 +297,20 @@ class GradientRelease:
                 )
             if step is None:
                 step = PendingStep(self._optimizer)
-            step.join(backward)
-            self._step = step
+                step.join(backward)
+                self._step = step
             p.grad = None
             step.add(p, g, self._bucket_bytes)
 
     def _step_of(self, backward: int, p: Tensor) -> PendingStep | None:
         """The step that a gradient belongs to, or None where it begins one; raises for a second gradient."""
         step = self._step
+        if backward in self._given_up:
+            raise RuntimeError(
+                f"Two backward passes at once: when the other began, this one looked as if it had failed, and its "
+                f"gradients up to that of {self._name(p)} are lost. Let one end, and call optimizer.step(), before the "
+                "next begins."
+            )
         if step is None:
             return None
         if not step.belongs(backward):
@@ -314,6 +325,7 @@ class GradientRelease:
                 "backward pass, and put `with handle.accumulate():` around those that only add to the gradient. Of "
                 "this pass nothing was used."
             )
+        step.join(backward)  # whatever this pass raises from here on, the step cannot be finished
         if id(p) in step.released:
             p.grad = None
             raise RuntimeError(
@@ -330,7 +342,7 @@ class GradientRelease:
 
     def _give_up(self, step: PendingStep) -> str:
         step.parts.abandon()
-        self._step = None
+        self._step, self._given_up = None, step.backwards
         params = sum(len(group["params"]) for group in self._optimizer.param_groups)
         return (
             f"{step.updated} of {params} parameters had taken their update: these updates stay, other gradients are "
