@@ -229,6 +229,28 @@ def test_a_group_that_is_added_later_is_released_too() -> None:
         assert model.scale.grad is None
 
 
+def test_a_parameter_that_leaves_the_optimizer_keeps_its_gradient() -> None:
+    model = decoder()
+    optimizer = BiClip(model.parameters(), **NUMBERS)
+    with release_gradients(model, optimizer):
+        gone = optimizer.param_groups[0]["params"].pop()
+        for batch in batches(2):
+            before = gone.detach().clone()
+            loss_of(model, batch).backward()
+            assert [p.grad is not None for p in model.parameters()].count(True) == 1
+            optimizer.step()
+            assert torch.equal(before, gone)
+
+
+def test_a_group_that_is_added_between_backward_and_step() -> None:
+    with pair(decoder(), lambda m: BiClip(m.blocks.parameters(), **NUMBERS)) as ((a, plain), (b, released)):
+        release_gradients(b, released)
+        for model, optimizer in ((a, plain), (b, released)):
+            loss_of(model, batches(1)[0]).backward()
+            optimizer.add_param_group({"params": [model.scale], "u": 0.1})
+            optimizer.step()
+
+
 # ---- the handle ----
 
 
@@ -382,6 +404,11 @@ def test_invalid_arguments() -> None:
         twice = BiClip([model.scale, model.scale], **NUMBERS)
     with pytest.raises(ValueError, match="in the optimizer twice"):
         release_gradients(model, twice)
+    lazy = nn.LazyLinear(3)
+    of_lazy = BiClip(lazy.parameters(), **NUMBERS)
+    for _ in range(2):  # and nothing is left behind
+        with pytest.raises(ValueError, match="has no shape yet. Call the model once"):
+            release_gradients(lazy, of_lazy)
     release_gradients(model, optimizer)
     with pytest.raises(ValueError, match=r"released already. Call remove\(\)"):
         release_gradients(model, optimizer)

@@ -3,40 +3,36 @@
     loss.backward()     a gradient is complete  ->  into a bucket;  the bucket is full  ->  a part of the step, freed
     optimizer.step()    the rest of the buckets, and what happens once per step (`step_in_parts`)
 
-A backward pass fills at most one bucket per device and one gradient more. This file decides when a part of a step is
-taken and which backward pass a gradient belongs to; the step itself is in `step_in_parts`.
+Here are the hooks, the handle and what is refused. `pending_step` has the buckets and knows which backward pass a
+gradient belongs to; `step_in_parts` takes the step.
 
 A hook of torch (`register_post_accumulate_grad_hook`) runs when a parameter's gradient is complete, with all uses of
 the parameter in it. By then no node of the graph needs the parameter: if one does after all, because it was used
-without a gradient too, torch finds the parameter changed and raises. Backward passes are told apart by the number that
-torch gives to each, which grows; one that a node of another starts, as checkpointing with use_reentrant=True does, has
-a number of its own and belongs to that other one.
+without a gradient too, torch finds the parameter changed and raises.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd.function import BackwardCFunction
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from tailopt.clipping.dtensor import is_dtensor
 from tailopt.optimizers.clipping_optimizer import ClippingOptimizer
-from tailopt.optimizers.step_in_parts import StepInParts, refusal
+from tailopt.optimizers.pending_step import PendingStep
+from tailopt.optimizers.step_in_parts import refusal
 from tailopt.optimizers.threshold_warning import warn_caller
 
 BUCKET_BYTES = 32 << 20  # benchmarks/gradient_release.py --buckets: larger ones save no time, and cost memory
-NODES_IN_PYTHON = {BackwardCFunction.apply.__code__, BackwardCFunction.apply_boxed.__code__}
 
 
 def release_gradients(
@@ -96,6 +92,8 @@ def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, bucket_byte
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if len(set(map(id, params))) < len(params):
         raise ValueError("A parameter is in the optimizer twice, and would take two steps. Pass each of them once.")
+    if any(map(is_lazy, params)):
+        raise ValueError("A parameter has no shape yet. Call the model once, then release its gradients.")
     if not {id(p) for p in params} & {id(p) for p in model.parameters()}:
         raise ValueError(
             f"Invalid model: none of its parameters is one of the {len(params)} of the optimizer. Pass the model whose "
@@ -119,88 +117,6 @@ def _reason_of_wrapper(module: torch.nn.Module) -> str:
     return ""
 
 
-class Bucket:
-    """Gradients of one device that are complete and not used yet."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.bytes = 0
-        self._device = device
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-        self._streams: set[torch.cuda.Stream] = set()  # that computed them
-
-    def add(self, p: Tensor, g: Tensor) -> None:
-        """Put in the gradient of a parameter."""
-        # of a sharded parameter an equal share, so that all ranks empty their buckets at the same parameters: a step
-        # may have to talk to the others
-        ranks = p.device_mesh.size() if is_dtensor(p) else 1
-        self.bytes += p.numel() * p.element_size() // ranks
-        self._pairs.append((p, g))
-        if p.is_cuda:
-            self._streams.add(torch.cuda.current_stream(self._device))
-
-    def use(self, take: Callable[[list[tuple[Tensor, Tensor]]], None]) -> None:
-        """Take everything out, and pass it on, on the current stream."""
-        pairs, self._pairs, self.bytes = self._pairs, [], 0
-        streams, self._streams = self._streams, set()
-        if streams:
-            now = torch.cuda.current_stream(self._device)
-            streams.discard(now)
-            for stream in streams:
-                now.wait_stream(stream)
-        take(pairs)
-        for stream in streams:
-            stream.wait_stream(now)  # which gets the memory of the gradients back
-
-
-class PendingStep:
-    """A step between the first gradient of its backward pass and `optimizer.step()`."""
-
-    def __init__(self, optimizer: ClippingOptimizer) -> None:
-        self.parts = StepInParts(optimizer)
-        self.buckets: dict[torch.device, Bucket] = {}
-        self.released: dict[int, Tensor] = {}  # by id, those whose gradient was taken
-        self.updated = 0
-        self.backwards: set[int] = set()  # torch's numbers of the passes that it belongs to
-        self.running: set[int] = set()  # those that have not ended; a pass that raises never does
-        self._began_nested = False
-
-    def belongs(self, backward: int) -> bool:
-        """Whether a gradient of this pass belongs to this step: one that encloses another has the smaller number."""
-        if backward in self.backwards or _is_nested():
-            return True
-        return self._began_nested and backward < min(self.backwards)
-
-    def join(self, backward: int) -> None:
-        """Note a pass whose first gradient has come; called inside of it."""
-        if backward not in self.backwards:
-            self._began_nested |= not self.backwards and _is_nested()
-            self.backwards.add(backward)
-            self.running.add(backward)
-            ended = functools.partial(self.running.discard, backward)
-            torch.autograd.Variable._execution_engine.queue_callback(ended)
-
-    def add(self, p: Tensor, g: Tensor, bucket_bytes: int) -> None:
-        """Take over a gradient; use it, with others, where its bucket is full."""
-        self.released[id(p)] = p
-        bucket = self.buckets.setdefault(p.device, Bucket(p.device))
-        bucket.add(p, g)
-        if bucket.bytes >= bucket_bytes:
-            bucket.use(self.take)
-
-    def take(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Update these parameters."""
-        if not pairs:
-            return
-        with _without_autocast(pairs[0][0].device.type):
-            self.parts.take(pairs)
-        self.updated += len(pairs)
-
-    def take_rest(self) -> None:
-        """Update what is in the buckets."""
-        for bucket in self.buckets.values():
-            bucket.use(self.take)
-
-
 class GradientRelease:
     """The handle that `release_gradients` returns; a context manager that ends with `remove()`."""
 
@@ -212,6 +128,7 @@ class GradientRelease:
         self._given_up: set[int] = set()  # numbers of passes that did not end before others began
         self._accumulates = self._removed = False
         self._hooks: dict[int, RemovableHandle] = {}
+        self._hook_parameters()
         # With this flag a GradScaler leaves everything to `step`, which refuses it with the reason.
         self._amp_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
         optimizer._step_supports_amp_scaling = True
@@ -262,7 +179,7 @@ class GradientRelease:
     # ---- inside backward ----
 
     def _hook_parameters(self) -> None:
-        """Hook every parameter that trains and has no hook yet; more may train after every step."""
+        """Hook the optimizer's parameters that train: after every step, others may train or be in the optimizer."""
         itself = weakref.ref(self)  # a hook that held the handle would keep the optimizer alive with the model
 
         def on_gradient(p: Tensor) -> None:
@@ -270,10 +187,12 @@ class GradientRelease:
             if release is not None:
                 release._on_gradient(p)
 
-        for group in self._optimizer.param_groups:
-            for p in group["params"]:
-                if p.requires_grad and p.is_leaf and id(p) not in self._hooks:
-                    self._hooks[id(p)] = p.register_post_accumulate_grad_hook(on_gradient)
+        params = {id(p): p for group in self._optimizer.param_groups for p in group["params"]}
+        for key in self._hooks.keys() - params.keys():
+            self._hooks.pop(key).remove()
+        for key, p in params.items():
+            if p.requires_grad and key not in self._hooks:
+                self._hooks[key] = p.register_post_accumulate_grad_hook(on_gradient)
 
     def _on_gradient(self, p: Tensor) -> None:
         """Take the complete gradient of a parameter; runs in the thread that computed it."""
@@ -299,6 +218,8 @@ class GradientRelease:
                 step = PendingStep(self._optimizer)
                 step.join(backward)
                 self._step = step
+            if not step.parts.has(p):
+                return  # it has left the optimizer since the last step
             p.grad = None
             step.add(p, g, self._bucket_bytes)
 
@@ -363,8 +284,7 @@ class GradientRelease:
                 self._check_whole(step)
                 step.take_rest()
                 # what was not released: parameters that train since the last step, and gradients that only accumulated
-                params = [p for group in self._optimizer.param_groups for p in group["params"]]
-                step.take([(p, p.grad) for p in params if p.grad is not None])
+                step.take(step.parts.rest())
             except BaseException:
                 self._give_up(step)
                 raise
@@ -405,8 +325,9 @@ class GradientRelease:
         if again:
             raise RuntimeError(
                 f"Gradients came back after they were released: of {again[0]} and {len(again) - 1} more. Something "
-                "writes them after backward, such as DistributedDataParallel around the model, which cannot be used "
-                f"with release: {moved} by the gradients of this process alone, and the step does not count."
+                "writes them after backward: DistributedDataParallel around the model, which cannot be used with "
+                f"release, or another backward pass after remove(). {moved}, with the first gradients of this process "
+                "alone, and the step does not count."
             )
 
     def _check_no_step_is_pending(self, name: str) -> None:
@@ -422,23 +343,3 @@ class GradientRelease:
 
     def _name(self, p: Tensor) -> str:
         return f"parameter {self._names[id(p)]!r}" if id(p) in self._names else f"a parameter of shape {tuple(p.shape)}"
-
-
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """A backward pass may run inside autocast, which is not for the arithmetic of a step."""
-    if not torch.amp.is_autocast_available(device_type):
-        return contextlib.nullcontext()
-    return torch.autocast(device_type, enabled=False)
-
-
-def _is_nested() -> bool:
-    """Whether the running backward pass was started by a node of another one: seen in the calls of this thread."""
-    frame: FrameType | None = sys._getframe()
-    in_backward = False
-    while frame is not None:
-        if frame.f_code is torch.autograd.backward.__code__:
-            in_backward = True
-        elif in_backward and frame.f_code in NODES_IN_PYTHON:
-            return True
-        frame = frame.f_back
-    return False

@@ -61,7 +61,7 @@ class StepInParts:
                 raise ValueError(f"A step cannot be taken in parts: {why}")
         optimizer._check_groups()
         self._settings = [_settings(group) for group in groups]
-        self._group_of = {id(p): group for group in groups for p in group["params"]}
+        self._group_of = _groups_by_parameter(groups)
         # what `abandon` gives back: the counts of a step that is not completed are no counts
         self._recorder_before = copy.deepcopy(optimizer._recorder)
         self._calibrations = [(g, copy.deepcopy(g["calibration"])) for g in groups if is_auto(g["u"])]
@@ -70,6 +70,16 @@ class StepInParts:
             optimizer._recorder.begin_pass(len(optimizer.names()))
         check = optimizer._threshold_check
         self._looks = check is not None and check.due()
+
+    def rest(self) -> list[tuple[Tensor, Tensor]]:
+        """Parameters that have a gradient in `grad`, those of groups that came after the beginning too."""
+        groups = self._optimizer.param_groups
+        self._group_of = _groups_by_parameter(groups)
+        return [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None]
+
+    def has(self, p: Tensor) -> bool:
+        """Whether a parameter was in the optimizer at the beginning."""
+        return id(p) in self._group_of
 
     def take(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Take the step of these parameters with these gradients."""
@@ -118,6 +128,10 @@ class StepInParts:
             group["calibration"] = before
         if self._optimizer._threshold_check is not None:
             self._optimizer._threshold_check.forget()
+
+
+def _groups_by_parameter(groups: Iterable[Group]) -> dict[int, Group]:
+    return {id(p): group for group in groups for p in group["params"]}
 
 
 def _settings(group: Group) -> dict[str, tuple[Any, int]]:
