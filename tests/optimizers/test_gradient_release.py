@@ -141,6 +141,16 @@ def test_thresholds_that_do_nothing_are_warned_of_as_without_release() -> None:
         assert caught[0].filename.endswith("released.py")
         return str(caught[0].message)
 
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a warning that is raised is raised after the step
+        model = decoder()
+        optimizer = BiClip(model.named_parameters(), lr=1e-6, u=1e9, d=1.0)
+        release_gradients(model, optimizer)
+        loss_of(model, batches(1)[0]).backward()
+        with pytest.raises(UserWarning, match="thresholds do nothing"):
+            optimizer.step()
+        loss_of(model, batches(1)[0]).backward()
+        optimizer.step()
     both = [re.search(r"for tensor '(.*)' and (\d+) more: in step 1", message(release)) for release in (False, True)]
     first, more = zip(*(found.groups() for found in both if found), strict=True)
     assert more == ("16", "16")  # as many tensors; which is named first depends on their order
@@ -332,7 +342,7 @@ def test_copies_and_pickles_are_not_released() -> None:
 
 def test_state_dicts_wait_for_the_end_of_the_step() -> None:
     model = decoder()
-    optimizer = BiClip(model.parameters(), **NUMBERS, momentum=0.9)
+    optimizer = BiClip(model.parameters(), **NUMBERS, momentum=0.9, statistics=True)
     saved = optimizer.state_dict()
     with release_gradients(model, optimizer):
         loss_of(model, batches(1)[0]).backward()
@@ -342,7 +352,10 @@ def test_state_dicts_wait_for_the_end_of_the_step() -> None:
             optimizer.load_state_dict(saved)
         with pytest.raises(RuntimeError, match=r"state_dict\(\) between backward and optimizer.step\(\)"):
             tailopt.named_state_dict(model, optimizer)
+        with pytest.raises(RuntimeError, match=r"statistics\(\) between backward and optimizer.step\(\)"):
+            optimizer.statistics()
         optimizer.step()
+        assert optimizer.statistics()
         assert optimizer.state_dict()["state"]
 
 

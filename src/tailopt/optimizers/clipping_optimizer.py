@@ -37,6 +37,9 @@ class Released(Protocol):
     def finish_step(self, closure: Callable[[], Any] | None) -> None:
         """Finish the step whose updates ran inside backward."""
 
+    def check_no_step_is_pending(self, name: str) -> None:
+        """Raise for a call by this name in the middle of such a step."""
+
 
 class ClippingOptimizer(Optimizer):
     """The common part of the clipping optimizers; not public."""
@@ -390,6 +393,8 @@ class ClippingOptimizer(Optimizer):
             raise ValueError(f'Invalid by: {by!r}; need "tensor" or "group".')
         if self._statistics is None and not any(group["nonfinite"] == "skip" for group in self.param_groups):
             raise RuntimeError(self.not_counted)
+        if self._released is not None:
+            self._released.check_no_step_is_pending("statistics()")
         names = self.names()
         counts = self._recorder.take(len(names))
         if by == "tensor":

@@ -134,8 +134,8 @@ class GradientRelease:
         optimizer._step_supports_amp_scaling = True
         optimizer._released = self
         self._on_optimizer = [
-            optimizer.register_state_dict_pre_hook(lambda _: self._check_no_step_is_pending("state_dict()")),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self._check_no_step_is_pending("load_state_dict()")),
+            optimizer.register_state_dict_pre_hook(lambda _: self.check_no_step_is_pending("state_dict()")),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.check_no_step_is_pending("load_state_dict()")),
         ]
         self._hook_parameters()
 
@@ -289,11 +289,11 @@ class GradientRelease:
                 self._give_up(step)
                 raise
             self._step = None
-            step.parts.end()
             if self._removed:
                 self._detach()
             else:
                 self._hook_parameters()
+            step.parts.end()
 
     def _refuse(self, closure: Callable[[], Any] | None) -> None:
         """Raise for ways to call `step` that need the gradients."""
@@ -330,7 +330,8 @@ class GradientRelease:
                 "alone, and the step does not count."
             )
 
-    def _check_no_step_is_pending(self, name: str) -> None:
+    def check_no_step_is_pending(self, name: str) -> None:
+        """Raise between backward and `optimizer.step()`, for what would see a part of the step."""
         if self._step is not None:
             raise RuntimeError(
                 f"{name} between backward and optimizer.step(): {self._step.updated} parameters have already moved, "

@@ -116,10 +116,12 @@ class StepInParts:
 
     def end(self) -> None:
         """Do what a step does once, after its last part."""
-        if self._looks and self._optimizer._threshold_check is not None:
-            self._optimizer._threshold_check.report()
-        if self._observation is not None:
-            self._observation.settle()
+        try:
+            if self._observation is not None:
+                self._observation.settle()
+        finally:  # either may warn, and a warning may be an error
+            if self._looks and self._optimizer._threshold_check is not None:
+                self._optimizer._threshold_check.report()
 
     def abandon(self) -> None:
         """Give back what was counted; the parameters, and the momenta that go with them, stay where they are."""
