@@ -44,8 +44,8 @@ def release_gradients(
     gradients and runs hooks. Parameters, state and statistics have the bits of a loop without release. From backward
     on, `p.grad` is None, so nothing can read gradients afterwards (`clip_grad_norm_` sees none and returns 0).
 
-    Memory for gradients falls to `bucket_bytes` and the largest gradient, where a parameter that is used at both ends
-    of the model (tied embeddings) keeps its gradient to the end.
+    Memory for gradients falls to `bucket_bytes` and the largest gradient. A parameter that is used at both ends of the
+    model (tied embeddings) keeps its gradient to the end of backward.
 
     Args:
         model: that the optimizer trains. Not inside DistributedDataParallel or FSDP1; FSDP2 works.
@@ -137,7 +137,6 @@ class GradientRelease:
             optimizer.register_state_dict_pre_hook(lambda _: self.check_no_step_is_pending("state_dict()")),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.check_no_step_is_pending("load_state_dict()")),
         ]
-        self._hook_parameters()
 
     def __enter__(self) -> GradientRelease:
         return self
