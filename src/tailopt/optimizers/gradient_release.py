@@ -58,6 +58,7 @@ def release_gradients(
         belongs around every backward pass of a step but the last one.
 
     Examples:
+        >>> from tailopt import BiClip
         >>> model = torch.nn.Linear(2, 1, bias=False)
         >>> _ = torch.nn.init.ones_(model.weight)
         >>> optimizer = BiClip(model.parameters(), lr=0.1, u=1.0, d=0.5)
