@@ -30,6 +30,7 @@ NAMES = [
     "load_named_state_dict",
     "named_state_dict",
     "paper_settings",
+    "release_gradients",
     "simulate",
     "standardised",
     "sweep",

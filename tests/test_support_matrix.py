@@ -156,6 +156,24 @@ def scale_step(fused: bool) -> Callable[..., None]:
     return trial
 
 
+def release(**settings: Any) -> Callable[..., None]:
+    def trial(kind: str, cls: Any) -> None:
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.ones_(model.weight)
+        opt = cls(model.parameters(), lr=0.5, **NUMBERS[kind], **settings)
+        with tailopt.release_gradients(model, opt, bucket_bytes=0):
+            model(torch.tensor(GRADIENT[kind])).sum().backward()
+            close(model.weight, STEPPED[kind])
+            opt.step()
+        close(model.weight, STEPPED[kind])
+
+    return trial
+
+
+def release_by_tensor(kind: str, cls: Any) -> None:
+    release(**({"scope": "tensor"} if cls is L2Clip else {}))(kind, cls)
+
+
 # --- the first table: a feature, how an operator is tried, how an optimizer, what a refusal means -----------------
 
 TYPES = {
@@ -206,6 +224,8 @@ FEATURES: list[tuple[str, Trial, Trial, str]] = [
     ("tensor `lr`", None, optimize(lr=torch.tensor(0.5)), ""),
     ("GradScaler, plain", None, scale_step(False), ""),
     ("GradScaler, fused", None, scale_step(True), ""),
+    ("gradient release", None, release(), ""),
+    ("gradient release, scope by tensor", None, release_by_tensor, ""),
 ]
 GPU = "torch operations, not tested in CI"
 

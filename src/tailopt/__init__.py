@@ -15,6 +15,7 @@ from tailopt.distributed.nested_optimizer import NestedOptimizer
 from tailopt.engines.simulate import Result, simulate
 from tailopt.optimizers.biclip import BiClip
 from tailopt.optimizers.clipped import Clipped
+from tailopt.optimizers.gradient_release import release_gradients
 from tailopt.optimizers.l2clip import L2Clip
 from tailopt.optimizers.state_by_name import load_named_state_dict, named_state_dict
 from tailopt.paper import paper_settings
@@ -49,6 +50,7 @@ __all__ = [
     "load_named_state_dict",
     "named_state_dict",
     "paper_settings",
+    "release_gradients",
     "simulate",
     "standardised",
     "sweep",

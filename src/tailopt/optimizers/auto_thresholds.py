@@ -136,11 +136,61 @@ def observe(
         gradients: of these parameters, or the means that the step clipped; of a sharded one this rank's part.
         rule, scale: of the choice; by default those of `choose` and of the group.
     """
+    count_gradients(group["calibration"], len(group["params"]), positions, gradients)
+    _end_look(group, rule, scale)
+
+
+def _end_look(group: Group, rule: str | None = None, scale: Scale | None = None) -> None:
+    """Count a step whose gradients were all looked at, and choose or move the thresholds where it is time."""
     progress = group["calibration"]
-    count_gradients(progress, len(group["params"]), positions, gradients)
     progress["seen"] += 1
     if not is_calibrating(group) or progress["seen"] >= CALIBRATION:
         _settle(group, read_counts(progress, len(group["params"]), group["params"]), rule, scale)
+
+
+class Observation:
+    """What one step shows to the groups with u="auto", at once or in parts; their thresholds change at its end."""
+
+    def __init__(self) -> None:
+        check_not_capturing()
+        self._due: dict[int, bool] = {}  # by id of the group
+        self._looked_at: list[Group] = []
+        self._norms: list[tuple[Group, list[Tensor] | None, list[Tensor]]] = []
+
+    def is_due(self, group: Group) -> bool:
+        """Whether the gradients of a group are looked at in this step; the first question counts the step."""
+        if id(group) not in self._due:
+            self._due[id(group)] = is_due(group)
+            if self._due[id(group)]:
+                self._looked_at.append(group)
+        return self._due[id(group)]
+
+    def add_gradients(self, group: Group, positions: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Count gradients of a group that is due; the arguments are those of `observe`."""
+        count_gradients(group["calibration"], len(group["params"]), positions, gradients)
+
+    def add_norms(self, group: Group, owners: Sequence[Tensor] | None, norms: Sequence[Tensor]) -> None:
+        """Keep norms of a group: of these parameters, or the one norm of a scope that is larger than a tensor."""
+        for known, known_owners, known_norms in self._norms:
+            if known is group and known_owners is not None and owners is not None:
+                known_owners += owners
+                known_norms += norms
+                return
+        self._norms.append((group, None if owners is None else list(owners), list(norms)))
+
+    def settle(self) -> None:
+        """Choose or move the thresholds where it is time."""
+        for group in self._looked_at:
+            _end_look(group)
+        for group, owners, norms in self._norms:
+            observe_norms(group, torch.stack(norms if owners is None else _of_all(group, owners, norms)))
+
+
+def _of_all(group: Group, owners: Sequence[Tensor], norms: Sequence[Tensor]) -> list[Tensor]:
+    """A norm for every parameter of a group, 0 for those without a gradient."""
+    by_id = {id(p): norm for p, norm in zip(owners, norms, strict=True)}
+    nothing = norms[0].new_zeros(())
+    return [by_id.get(id(p), nothing) for p in group["params"]]
 
 
 def observe_norms(group: Group, norms: Tensor) -> None:

@@ -20,14 +20,12 @@ from tailopt.clipping.operators import Number, compute_dtype
 from tailopt.clipping.reference import ClipByValue, Momentum, StepHyperparameters
 from tailopt.clipping.step_cache import StepCache
 from tailopt.optimizers.auto_thresholds import (
+    Observation,
     check_auto,
-    check_not_capturing,
     chosen_thresholds,
     is_auto,
     is_calibrating,
-    is_due,
     numbers,
-    observe,
     visible_parts,
 )
 from tailopt.optimizers.clipping_optimizer import ClippingOptimizer
@@ -234,26 +232,19 @@ class BiClip(ClippingOptimizer):
                 of_batch = [momenta[i] for i in chosen], [step_counts[i] for i in chosen]
                 parts = _by_step_count(batch, *of_batch, [numbers_of_momenta[i] for i in chosen])
                 batches += [(group, part) for part in parts]
-        if not torch.compiler.is_compiling() and self._threshold_check.due():
-            names = self.names()
-            # thresholds that refer to a mean, or follow the gradients, are not compared with them
-            plain = [(group, batch) for group, batch in batches if not batch.momenta and not is_auto(group["u"])]
-            self._threshold_check.look(plain, {key: names[slot] for key, slot in self._slots().items()})
         return batches, lambda b, i: id(batches[b][1].params[i])  # every tensor is skipped on its own
 
-    def _after_step(self, gathered: Gathered) -> None:
-        for group in self.param_groups:
-            if is_auto(group["u"]):
-                self._observe(gathered)
-                return
+    def _look_at_part(self, batches: Sequence[GroupAndStep]) -> None:
+        assert self._threshold_check is not None
+        names = self.names()
+        # thresholds that refer to a mean, or follow the gradients, are not compared with them
+        plain = [(group, batch) for group, batch in batches if not batch.momenta and not is_auto(group["u"])]
+        self._threshold_check.look(plain, {key: names[slot] for key, slot in self._slots().items()})
 
-    @torch.no_grad()  # thresholds are constants of a differentiable step
-    @_disable_dynamo  # thresholds are plain numbers that change: a compiled step is traced again when they do
-    def _observe(self, gathered: Gathered) -> None:
+    def _observe(self, gathered: Gathered, observation: Observation) -> None:
         """Show the gradients, or the means that were clipped, to the groups whose thresholds follow them."""
-        check_not_capturing()
         for group, params, grads, momenta, step_counts, _ in gathered:
-            if not is_auto(group["u"]) or not params or not is_due(group):
+            if not is_auto(group["u"]) or not params or not observation.is_due(group):
                 continue
             clipped = visible_parts(params, grads)
             if group["nonfinite"] == "skip":  # what was skipped is not counted: zeros are left out of quantiles
@@ -264,7 +255,7 @@ class BiClip(ClippingOptimizer):
                 corrections = [float(c) if c.is_cpu else c for c in each]  # a copy to the device would wait for it
                 clipped = visible_parts(params, [m / c for m, c in zip(momenta, corrections, strict=True)])
             where = {id(p): i for i, p in enumerate(group["params"])}
-            observe(group, [where[id(p)] for p in params], clipped)
+            observation.add_gradients(group, [where[id(p)] for p in params], clipped)
 
     def _hparams_by_positions(
         self, group: Group, params: Sequence[Tensor], top: Tensor | None

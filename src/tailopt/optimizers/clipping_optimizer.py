@@ -8,26 +8,37 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
-from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from tailopt.clipping.counts import Counts, StatisticsRecorder
-from tailopt.clipping.dtensor import is_dtensor, local_pair
+from tailopt.clipping.dtensor import local_pair
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.norms import nonfinite
 from tailopt.clipping.operators import Number, check_kind, check_shape, check_thresholds, threshold_order
 from tailopt.clipping.step_cache import StepCache
-from tailopt.native.calls import DTYPES
+from tailopt.optimizers.auto_thresholds import Observation, is_auto
 from tailopt.optimizers.groups import CheckedGroups, Gathered, GatheredGroup, Group, GroupAndStep, ScopeOf
-from tailopt.optimizers.threshold_warning import warn_caller
+from tailopt.optimizers.implementations import check_capturable, check_fused, group_by_kernel
+from tailopt.optimizers.threshold_warning import ThresholdCheck, warn_caller
 
 POLICIES = ("propagate", "skip", "raise")
 STATISTICS = {False: None, "counts": "counts", True: "sampled", "complete": "complete"}
+
+
+class Released(Protocol):
+    """What takes the place of the body of `step` while gradients are released (`gradient_release`)."""
+
+    def finish_step(self, closure: Callable[[], Any] | None) -> None:
+        """Finish the step whose updates ran inside backward."""
+
+    def check_no_step_is_pending(self, name: str) -> None:
+        """Raise for a call by this name in the middle of such a step."""
 
 
 class ClippingOptimizer(Optimizer):
@@ -63,6 +74,8 @@ class ClippingOptimizer(Optimizer):
         self._checked_groups = CheckedGroups(key for key in self.defaults if key != "params")
         self._violations: dict[torch.device, Tensor] = {}  # by device, counted where the thresholds are
         self._warned_of_decay = False
+        self._threshold_check: ThresholdCheck | None = None
+        self._released: Released | None = None  # set while updates run inside backward
         if self.defaults["fused"]:
             # Only if the constructor got fused=True: with this flag a GradScaler leaves the unscaling to us.
             self._step_supports_amp_scaling = True
@@ -187,6 +200,9 @@ class ClippingOptimizer(Optimizer):
     @_use_grad_for_differentiable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; returns what the closure returned."""
+        if self._released is not None:
+            self._released.finish_step(closure)
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -195,16 +211,20 @@ class ClippingOptimizer(Optimizer):
         if not self._unscale(gathered):
             return loss
         batches, scope_of = self._batches(gathered)
+        self._look_at_thresholds(batches)
         batches, saved = self._refuse_nonfinite(batches, scope_of)
-        recorder = None
         if self._statistics is not None:
-            recorder = self._recorder
-            recorder.begin_pass(len(self.names()))
-        for kind, same_kind in _group_by_kernel(batches).items():
-            self._run(kind, same_kind, recorder)
+            self._recorder.begin_pass(len(self.names()))
+        self._run_batches(batches)
         _restore(saved)
         self._after_step(gathered)
         return loss
+
+    def _run_batches(self, batches: Sequence[GroupAndStep]) -> None:
+        """Take the step of these batches, and count on the way where statistics were asked for."""
+        recorder = self._recorder if self._statistics is not None else None
+        for kind, same_kind in group_by_kernel(batches).items():
+            self._run(kind, same_kind, recorder)
 
     @abstractmethod
     def _batches(self, gathered: Gathered) -> tuple[list[GroupAndStep], ScopeOf]:
@@ -214,19 +234,44 @@ class ClippingOptimizer(Optimizer):
     def _run(self, kind: str, batches: Sequence[StepGroup], recorder: StatisticsRecorder | None) -> None:
         """Take the step of batches that go through the same function of the optimizer's module."""
 
+    def _look_at_thresholds(self, batches: Sequence[GroupAndStep]) -> None:
+        """Warn of thresholds that do nothing, in the steps in which they are looked at."""
+        if not torch.compiler.is_compiling() and self._threshold_check is not None and self._threshold_check.due():
+            self._look_at_part(batches)
+            self._threshold_check.report()
+
+    def _look_at_part(self, batches: Sequence[GroupAndStep]) -> None:
+        """Look at some batches of a step in which the thresholds are looked at."""
+
     def _after_step(self, gathered: Gathered) -> None:
-        """Do what an optimizer does with the gradients once the step is taken: by default nothing."""
+        """Show the gradients of a step that was taken to the groups whose thresholds follow them."""
+        if any(is_auto(group["u"]) for group in self.param_groups):
+            self._observe_step(gathered)
+
+    @torch.no_grad()  # thresholds are constants of a differentiable step
+    @_disable_dynamo  # thresholds are plain numbers that change: a compiled step is traced again when they do
+    def _observe_step(self, gathered: Gathered) -> None:
+        observation = Observation()
+        self._observe(gathered, observation)
+        observation.settle()
+
+    @abstractmethod
+    def _observe(self, gathered: Gathered, observation: Observation) -> None:
+        """Add what a step, or a part of it, has shown to the groups with u="auto"."""
+
+    def _check_groups(self) -> None:
+        """Raise for settings that cannot be used, before anything moves."""
+        for group in self.param_groups:
+            if group not in self._checked_groups:
+                self.check(group, group["params"], at_step=True)
+                self._warn_of_decay(group)
+                self._checked_groups.add(group)
+        self._accelerator_graph_capture_health_check()
 
     def _gather(self) -> Gathered:
         """Parameters that have gradients, by group, after every check that could refuse them."""
-        tracing = torch.compiler.is_compiling()
-        if not tracing:
-            for group in self.param_groups:
-                if group not in self._checked_groups:
-                    self.check(group, group["params"], at_step=True)
-                    self._warn_of_decay(group)
-                    self._checked_groups.add(group)
-            self._accelerator_graph_capture_health_check()
+        if not torch.compiler.is_compiling():
+            self._check_groups()
         gathered = []
         for group in self.param_groups:
             params: list[Tensor] = []
@@ -234,12 +279,16 @@ class ClippingOptimizer(Optimizer):
             momenta: list[Tensor] = []
             step_counts: list[Tensor] = []
             self._init_group(group, params, grads, momenta, step_counts)
-            if group["fused"]:
-                _check_fused(params, grads, type(self).__name__.lower())
-            if group["capturable"] and not tracing:
-                _check_capturable(params)
+            self._check_implementation(group, params, grads)
             gathered.append(GatheredGroup(group, params, grads, momenta, step_counts, []))
         return gathered
+
+    def _check_implementation(self, group: Group, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Raise for tensors that the implementation which the group asks for does not take."""
+        if group["fused"]:
+            check_fused(params, grads, type(self).__name__.lower())
+        if group["capturable"] and not torch.compiler.is_compiling():
+            check_capturable(params)
 
     def _warn_of_decay(self, group: Group) -> None:
         """Warn once of a decay that erases the weights or flips their signs; an lr on a device is not read."""
@@ -344,6 +393,8 @@ class ClippingOptimizer(Optimizer):
             raise ValueError(f'Invalid by: {by!r}; need "tensor" or "group".')
         if self._statistics is None and not any(group["nonfinite"] == "skip" for group in self.param_groups):
             raise RuntimeError(self.not_counted)
+        if self._released is not None:
+            self._released.check_no_step_is_pending("statistics()")
         names = self.names()
         counts = self._recorder.take(len(names))
         if by == "tensor":
@@ -368,29 +419,6 @@ def _restore(saved: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
         p.copy_(torch.where(verdict, before, p))
 
 
-def _group_by_kernel(batches: Iterable[GroupAndStep]) -> dict[str, list[StepGroup]]:
-    """Batches that are not empty, by the kind of kernel that their group asks for."""
-    by_kind: dict[str, list[StepGroup]] = {}
-    for group, batch in batches:
-        if batch.params:
-            by_kind.setdefault(_kernel_kind(group, batch.params), []).append(batch)
-    return by_kind
-
-
-def _kernel_kind(group: Group, params: Sequence[Tensor]) -> str:
-    """One of "single", "foreach", "fused", and "multi" for the fastest that there is."""
-    if group["differentiable"]:
-        return "single"
-    if group["fused"]:
-        return "fused"
-    if group["foreach"] is not None:
-        return "foreach" if group["foreach"] else "single"
-    if torch.compiler.is_compiling():  # the C kernel cannot be traced
-        devices = _get_foreach_kernels_supported_devices()
-        return "foreach" if params and all(p.device.type in devices for p in params) else "single"
-    return "multi"
-
-
 def _is_number(value: Any) -> bool:
     return not isinstance(value, bool) and hasattr(value, "__float__")
 
@@ -401,24 +429,3 @@ def _plain_value(value: Any) -> Any:
         # a numpy.float64 is a float too, and torch.load(weights_only=True) refuses it
         return float(value) if isinstance(value, float) else value
     return float(value) if hasattr(value, "__float__") else value
-
-
-def _check_fused(params: Sequence[Tensor], grads: Sequence[Tensor], name: str) -> None:
-    for p in params:
-        device = (p.to_local() if is_dtensor(p) else p).device.type
-        if device != "cpu" or p.dtype not in DTYPES:
-            raise RuntimeError(
-                "`fused=True` requires all the params to be floating point Tensors of supported devices: ['cpu'] "
-                f"but got {p.dtype} on {device}. Leave `fused` unset."
-            )
-    if any(g.is_sparse for g in grads):
-        raise RuntimeError(f"`_fused_{name}` does not support sparse gradients")
-
-
-def _check_capturable(params: Sequence[Tensor]) -> None:
-    from torch.optim.optimizer import _get_capturable_supported_devices
-
-    devices = _get_capturable_supported_devices()
-    if not all(p.device.type in devices for p in params):
-        used = sorted({p.device.type for p in params})
-        raise AssertionError(f"If capturable=True, params must be on supported devices: {devices}, not on {used}.")

@@ -20,7 +20,7 @@ class GatheredGroup(NamedTuple):
     """A group, its parameters that have gradients, and what a step knows of them.
 
     momenta and step_counts are those of an optimizer with momentum. A step of L2Clip puts the norms of the group's
-    scopes into `norms`, where u is "auto": one, or one for each parameter of the group.
+    scopes into `norms`, where u is "auto": one, or one for each of `params`.
     """
 
     group: Group

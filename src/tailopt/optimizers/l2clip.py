@@ -17,14 +17,7 @@ from tailopt.clipping.norms import NormRequest, scalings_of, squares
 from tailopt.clipping.operators import Number, compute_dtype
 from tailopt.clipping.reference import ScaleToNorm, StepHyperparameters
 from tailopt.clipping.step_cache import StepCache
-from tailopt.optimizers.auto_thresholds import (
-    check_auto,
-    check_not_capturing,
-    chosen_thresholds,
-    is_auto,
-    numbers,
-    observe_norms,
-)
+from tailopt.optimizers.auto_thresholds import Observation, check_auto, chosen_thresholds, is_auto, numbers
 from tailopt.optimizers.clipping_optimizer import ClippingOptimizer
 from tailopt.optimizers.groups import Gathered, Group, GroupAndStep, ScopeOf
 
@@ -128,18 +121,12 @@ class L2Clip(ClippingOptimizer):
         batches, scopes = _batches_by_scope(gathered)
         return batches, lambda b, i: scopes[b]
 
-    def _after_step(self, gathered: Gathered) -> None:
-        if any(is_auto(group["u"]) for group in self.param_groups):
-            self._observe(gathered)
-
-    @torch.no_grad()
-    @_disable_dynamo  # as in BiClip: thresholds are plain numbers that change
-    def _observe(self, gathered: Gathered) -> None:
+    def _observe(self, gathered: Gathered, observation: Observation) -> None:
         """Show the norms of this step to the groups whose thresholds follow them."""
-        check_not_capturing()
-        for one in gathered:
-            if one.norms:
-                observe_norms(one.group, torch.stack(one.norms))
+        for group, params, *_, norms in gathered:
+            if norms:
+                owners = params if group["scope"] == "tensor" else None
+                observation.add_norms(group, owners, norms)
 
     def _run(self, kind: str, batches: Sequence[StepGroup], recorder: StatisticsRecorder | None) -> None:
         if kind == "fused":
@@ -196,14 +183,12 @@ def _batches_by_scope(gathered: Gathered) -> tuple[list[GroupAndStep], list[int]
 
 
 def _keep_norms(gathered: Gathered, scopes: dict[ScopeKey, int], pairs: Tensor) -> None:
-    """Put the norms of its scopes into every group whose thresholds follow them; 0 for what has no gradient."""
+    """Put the norms of its scopes into every group whose thresholds follow them."""
     for k, (group, params, *_, kept) in enumerate(gathered):
         if is_auto(group["u"]) and params:
             norms = (pairs[:, 0] * pairs[:, 1].sqrt()).detach()
-            place = {id(p): i for i, p in enumerate(params)}
-            for p in group["params"] if group["scope"] == "tensor" else params[:1]:
-                i = place.get(id(p))
-                kept.append(norms.new_zeros(()) if i is None else norms[scopes[_scope_key(group, k, i)]])
+            of_group = range(len(params) if group["scope"] == "tensor" else 1)
+            kept += [norms[scopes[_scope_key(group, k, i)]] for i in of_group]
 
 
 def _batch(part: Part, clip: ScaleToNorm) -> StepGroup:

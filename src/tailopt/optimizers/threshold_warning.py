@@ -78,6 +78,8 @@ class ThresholdCheck:
         self._steps = 0
         self._next = 1
         self._queued: list[Queued] = []
+        self._read: list[tuple[int, str | int, Reading]] = []  # in this step, so far
+        self._waiting: dict[torch.device, list[tuple[str | int, Tensor]]] = {}
 
     def due(self) -> bool:
         """Count a step; returns whether `look` has something to do in it."""
@@ -86,19 +88,13 @@ class ThresholdCheck:
 
     @_disable_dynamo  # a step that could not be traced as a whole runs as it is, with its parts traced
     def look(self, batches: Sequence[tuple[dict[str, Any], StepGroup]], names: Mapping[int, str | int]) -> None:
-        """Check the tensors of this step, if it is one of those, and readings that have arrived; warn at most once.
+        """Look at the tensors of a step, or of a part of it, if it is one of the steps that are checked.
 
         names: of parameters, by id.
         """
         step = self._steps
-        if step == self._next:
-            self._next = step * 10 if step < 1000 else step + 1000
-        else:
-            batches = ()
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            return  # neither a new kernel nor a question to an event may get into a graph
-        readings = self._arrived()
-        waiting: dict[torch.device, list[tuple[str | int, Tensor]]] = {}
+        if step != self._next or _is_capturing():
+            return
         for group, batch in batches:
             rate = _learning_rate(group)
             clip = ClipByValue(*(t.detach() if isinstance(t, Tensor) else t for t in batch.hparams.clip))
@@ -107,15 +103,31 @@ class ThresholdCheck:
                 if parts is None:
                     continue
                 if parts[0].is_cpu:
-                    readings.append((step, names[id(p)], _reading(*parts, clip, rate)))
+                    self._read.append((step, names[id(p)], _reading(*parts, clip, rate)))
                 elif step in ON_DEVICE:
-                    waiting.setdefault(parts[0].device, []).append((names[id(p)], _row(*parts, clip, rate)))
+                    self._waiting.setdefault(parts[0].device, []).append((names[id(p)], _row(*parts, clip, rate)))
+
+    @_disable_dynamo
+    def report(self) -> None:
+        """Warn at most once of what was seen in this step, and of readings that have arrived."""
+        step, readings, waiting = self._steps, self._read, self._waiting
+        self._read, self._waiting = [], {}
+        if step == self._next:
+            self._next = step * 10 if step < 1000 else step + 1000
+        if _is_capturing():
+            return  # neither a new kernel nor a question to an event may get into a graph
+        readings = self._arrived() + readings
         for device, rows in waiting.items():
             self._queue(device, rows)
         idle = [seen for seen in readings if seen[2].idle]
         if idle:
             self._next, self._queued = 0, []  # once: if warnings are errors, the next step does not raise again
             warn_caller(_sentence(idle))
+
+    def forget(self) -> None:
+        """Take back that a step was counted, and what was seen in it."""
+        self._steps -= 1
+        self._read, self._waiting = [], {}
 
     def _queue(self, device: torch.device, rows: list[tuple[str | int, Tensor]]) -> None:
         with torch.cuda.device(device):
@@ -133,6 +145,10 @@ class ThresholdCheck:
             rows = zip(queued.names, queued.rows.tolist(), strict=True)
             readings += [(queued.step, name, Reading(*row)) for name, row in rows]
         return readings
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _sentence(idle: Sequence[tuple[int, str | int, Reading]]) -> str:

@@ -1,0 +1,60 @@
+"""The implementations that a param group can ask for: which one its tensors take, and what each of them refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
+
+from tailopt.clipping.dtensor import is_dtensor
+from tailopt.clipping.kernels.kernel import StepGroup
+from tailopt.native.calls import DTYPES
+from tailopt.optimizers.groups import Group, GroupAndStep
+
+
+def group_by_kernel(batches: Iterable[GroupAndStep]) -> dict[str, list[StepGroup]]:
+    """Batches that are not empty, by the kind of kernel that their group asks for."""
+    by_kind: dict[str, list[StepGroup]] = {}
+    for group, batch in batches:
+        if batch.params:
+            by_kind.setdefault(_kernel_kind(group, batch.params), []).append(batch)
+    return by_kind
+
+
+def _kernel_kind(group: Group, params: Sequence[Tensor]) -> str:
+    """One of "single", "foreach", "fused", and "multi" for the fastest that there is."""
+    if group["differentiable"]:
+        return "single"
+    if group["fused"]:
+        return "fused"
+    if group["foreach"] is not None:
+        return "foreach" if group["foreach"] else "single"
+    if torch.compiler.is_compiling():  # the C kernel cannot be traced
+        devices = _get_foreach_kernels_supported_devices()
+        return "foreach" if params and all(p.device.type in devices for p in params) else "single"
+    return "multi"
+
+
+def check_fused(params: Sequence[Tensor], grads: Sequence[Tensor], name: str) -> None:
+    """Raise for tensors that `fused=True` does not take, in the words of torch."""
+    for p in params:
+        device = (p.to_local() if is_dtensor(p) else p).device.type
+        if device != "cpu" or p.dtype not in DTYPES:
+            raise RuntimeError(
+                "`fused=True` requires all the params to be floating point Tensors of supported devices: ['cpu'] "
+                f"but got {p.dtype} on {device}. Leave `fused` unset."
+            )
+    if any(g.is_sparse for g in grads):
+        raise RuntimeError(f"`_fused_{name}` does not support sparse gradients")
+
+
+def check_capturable(params: Sequence[Tensor]) -> None:
+    """Raise for parameters on a device that cannot capture a step."""
+    from torch.optim.optimizer import _get_capturable_supported_devices
+
+    devices = _get_capturable_supported_devices()
+    if not all(p.device.type in devices for p in params):
+        used = sorted({p.device.type for p in params})
+        raise AssertionError(f"If capturable=True, params must be on supported devices: {devices}, not on {used}.")
