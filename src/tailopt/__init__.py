@@ -11,6 +11,8 @@ from tailopt.algorithms import Algorithm, algorithm
 from tailopt.calibration import calibrate
 from tailopt.clipping.counts import Counts, count, standardised
 from tailopt.clipping.operators import biclip, biclip_l2, l2clip
+from tailopt.diagnose import diagnose
+from tailopt.diagnosis import Diagnosis
 from tailopt.distributed.nested_optimizer import NestedOptimizer
 from tailopt.engines.simulate import Result, simulate
 from tailopt.optimizers.biclip import BiClip
@@ -34,6 +36,7 @@ __all__ = [
     "BiClip",
     "Clipped",
     "Counts",
+    "Diagnosis",
     "L2Clip",
     "NestedOptimizer",
     "Result",
@@ -45,6 +48,7 @@ __all__ = [
     "biclip_l2",
     "calibrate",
     "count",
+    "diagnose",
     "l2clip",
     "load_named_state_dict",
     "named_state_dict",
