@@ -49,7 +49,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("file", nargs="?", metavar="FOLDER | FILE.toml", help="a run folder, or a configuration")
     parser.add_argument("--batches", metavar="N", help=f"how many, at least {FEWEST_BATCHES}; by default 256")
-    parser.add_argument("--coordinates", metavar="N", help="how many are looked at, at most 2^20; by default a 32nd")
+    parser.add_argument("--coordinates", metavar="N", help="how many are looked at, at most 2^20")
     parser.add_argument("--figure", metavar="FILE.png", help="draw tails, scales and layers")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.set_defaults(command=command, options=OPTIONS)
