@@ -133,8 +133,9 @@ def sampled_coordinates(
     chosen = {}
     for name, n in sizes.items():
         wanted = min(n, max(least, round(n * share)))
-        place = torch.arange(wanted) + torch.rand(wanted, generator=source, dtype=torch.float64)
-        chosen[name] = (place * (n / max(wanted, 1))).long().clamp(max=n - 1)
+        edges = torch.arange(wanted + 1) * n // max(wanted, 1)
+        inside = torch.rand(wanted, generator=source, dtype=torch.float64) * edges.diff()
+        chosen[name] = edges[:-1] + inside.long()
     return chosen
 
 
