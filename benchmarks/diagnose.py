@@ -127,7 +127,7 @@ def accuracy(seeds: int, batches: int, hidden: int) -> list[str]:
             f"{statistics.median(t.index for t in tails):.2f}",
             f"{covered} of {seeds}" if finite else "-",
             f"{statistics.median(widths):.2f} [{widths[-1]:.2f}]" if finite else "-",
-            *(f"{sum(f.verdict == verdict for f in found)} of {seeds}" for verdict in ("heavy", "light")),
+            *(f"{sum(f.finding == finding for f in found)} of {seeds}" for finding in ("heavy", "light")),
         ]
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)
@@ -209,7 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--batches", type=int, default=256)
-    parser.add_argument("--hidden", type=int, nargs="*", default=[5, 32, 500])
+    parser.add_argument("--hidden", type=int, nargs="*", default=[5, 32, 200])
     parser.add_argument("--time", action="store_true", help="the time, without writing it")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--write", action="store_true", help="put the time into benchmarks/RESULTS.md")

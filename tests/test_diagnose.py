@@ -98,7 +98,7 @@ def cauchy(*shape: int, seed: int = 0) -> Tensor:
 def test_heavy_tails_are_called_heavy(noises: ModuleType, name: str) -> None:
     case = noises.CASES[name]
     found = [noises.diagnosed(case, seed) for seed in range(3)]
-    assert [f.verdict for f in found] == ["heavy"] * 3
+    assert [f.finding for f in found] == ["heavy"] * 3
     tails = [f.overall.tails for f in found]
     assert sum(t.low <= case.index <= t.high for t in tails) >= 2
     assert all(t.high - t.low <= 0.6 for t in tails)
@@ -107,7 +107,7 @@ def test_heavy_tails_are_called_heavy(noises: ModuleType, name: str) -> None:
 @pytest.mark.parametrize("name", CONTROLS)
 def test_gaussian_noise_is_never_called_heavy(noises: ModuleType, name: str) -> None:
     found = [noises.diagnosed(noises.CASES[name], seed) for seed in range(3)]
-    assert {f.verdict for f in found} == {"light"}
+    assert {f.finding for f in found} == {"light"}
     assert not any(f.norms.heavy for f in found)
 
 
@@ -126,9 +126,9 @@ def test_the_interval_covers_the_index(noises: ModuleType, name: str, hidden: in
     if name == "Student t 1.5":
         assert sorted(t.high - t.low for t in tails)[18] <= 0.6
     if name in ("Student t 1.1", "Student t 1.5"):
-        assert sum(f.verdict == "heavy" for f in found) >= 18
+        assert sum(f.finding == "heavy" for f in found) >= 18
     if case.index >= 2:
-        assert sum(f.verdict == "heavy" for f in found) <= 3
+        assert sum(f.finding == "heavy" for f in found) <= 3
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_the_interval_covers_the_index(noises: ModuleType, name: str, hidden: in
 @pytest.mark.parametrize("name", CONTROLS)
 def test_gaussian_noise_is_not_heavy_in_twenty_seeds(noises: ModuleType, name: str, hidden: int) -> None:
     found = [noises.diagnosed(noises.CASES[name], seed, hidden=hidden) for seed in range(100, 120)]
-    assert not any(f.verdict == "heavy" or f.norms.heavy for f in found)
+    assert not any(f.finding == "heavy" or f.norms.heavy for f in found)
 
 
 def test_scales_alone_make_a_tail_of_the_pool() -> None:
@@ -144,7 +144,7 @@ def test_scales_alone_make_a_tail_of_the_pool() -> None:
     found = of(normal(128, 5000) * scales)
     assert found.overall.pooled.hill_at(0.01) < 2 < found.overall.tails.low
     assert found.overall.scale_ratio == pytest.approx(math.exp(2 * 1.2816 * 2.5), rel=0.2)
-    assert "that alone brings Hill's estimate" in found.advice and found.verdict == "light"
+    assert "that alone brings Hill's estimate" in found.advice and found.finding == "light"
 
 
 def test_large_batches_are_told_from_large_coordinates() -> None:
@@ -174,7 +174,7 @@ def test_sparse_gradients_are_left_out_and_counted() -> None:
     noise = found.overall
     assert noise.zero + noise.constant == pytest.approx(2000, rel=0.1)
     assert noise.sparse == pytest.approx(1000, rel=0.1)
-    assert found.verdict == "light" and found.certainty != "high"
+    assert found.finding == "light" and found.certainty != "high"
     assert "of the coordinates had to be left out" in found.advice
     heavy = tailopt.standardised(rows)
     assert tailopt.count([heavy], u=1.0, d=0.0, complete=True)[0].hill() < 2, "the trap"
@@ -185,16 +185,16 @@ def test_gradients_that_are_large_in_few_batches_are_not_called_heavy() -> None:
     occurs = torch.rand(256, 400, generator=torch.Generator().manual_seed(1)) < torch.linspace(0.52, 1, 400)
     found = of(normal(256, 400) * torch.where(occurs, 1.0, 1e-4))
     assert found.overall.tails.heavy and not found.second_opinion.heavy
-    assert found.verdict == "cannot tell" and found.certainty == "low"
+    assert found.finding == "cannot tell" and found.certainty == "low"
     assert "Some coordinates are next to 0 in most batches" in found.advice
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_few_distinct_values_do_not_change_the_answer(kind: torch.dtype) -> None:
-    for rows, verdict in ((normal(256, 300), "light"), (cauchy(256, 300).clamp(-6e4, 6e4), "heavy")):
+    for rows, finding in ((normal(256, 300), "light"), (cauchy(256, 300).clamp(-6e4, 6e4), "heavy")):
         fine, coarse = of(rows), of(rows.to(kind).float())
-        assert fine.verdict == coarse.verdict == verdict
-        assert verdict == "light" or coarse.overall.tails.index == pytest.approx(fine.overall.tails.index, rel=0.05)
+        assert fine.finding == coarse.finding == finding
+        assert finding == "light" or coarse.overall.tails.index == pytest.approx(fine.overall.tails.index, rel=0.05)
 
 
 def test_gram_and_agreement() -> None:
@@ -272,7 +272,7 @@ def test_dropout_is_part_of_the_noise() -> None:
     assert found.overall.standardised > 300
     still = tailopt.diagnose(nn.Linear(6, 2), mean_squares, batches(1) * 64, progress=False)
     assert still.overall.constant == still.overall.sampled == 14
-    assert still.verdict == "cannot tell" and "only 0 of 14" in still.advice and still.agreement == pytest.approx(1)
+    assert still.finding == "cannot tell" and "only 0 of 14" in still.advice and still.agreement == pytest.approx(1)
 
 
 def test_the_sample_is_a_part_of_every_tensor() -> None:

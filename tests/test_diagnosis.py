@@ -1,4 +1,4 @@
-"""What a diagnosis says follows from its numbers: verdict, advice, certainty."""
+"""What a diagnosis says follows from its numbers: finding, advice, certainty."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def diagnosis(noise: dict[str, Any] | None = None, **changes: Any) -> Diagnosis:
 
 
 @pytest.mark.parametrize(
-    ("found", "verdict", "certainty", "words"),
+    ("found", "finding", "certainty", "words"),
     [
         (diagnosis(), "light", "high", "nothing here speaks against plain SGD"),
         (diagnosis({"tails": HEAVY}), "heavy", "high", 'tailopt.BiClip(params), whose u="auto" would cut 25% of the'),
@@ -66,8 +66,8 @@ def diagnosis(noise: dict[str, Any] | None = None, **changes: Any) -> Diagnosis:
         ),
     ],
 )
-def test_the_words_follow_from_the_numbers(found: Diagnosis, verdict: str, certainty: str, words: str) -> None:
-    assert (found.verdict, found.certainty) == (verdict, certainty)
+def test_the_words_follow_from_the_numbers(found: Diagnosis, finding: str, certainty: str, words: str) -> None:
+    assert (found.finding, found.certainty) == (finding, certainty)
     assert words in found.advice
     assert f"Certainty: {certainty}" in found.advice
     assert "nan" not in found.advice and "  " not in found.advice

@@ -86,10 +86,10 @@ def diagnose(
         >>> cauchy = torch.randn(256, 200, generator=random) / torch.randn(256, 200, generator=random)
         >>> model = nn.Linear(200, 1, bias=False)
         >>> found = diagnose(model, lambda model, noise: model(noise).sum(), cauchy)  # the gradient is the noise
-        >>> found.verdict, found.certainty, round(found.overall.tails.index, 1)
+        >>> found.finding, found.certainty, round(found.overall.tails.index, 1)
         ('heavy', 'high', 1.0)
         >>> found = diagnose(model, lambda model, noise: model(noise).sum(), torch.randn(256, 200, generator=random))
-        >>> found.verdict, found.overall.tails.low > 2
+        >>> found.finding, found.overall.tails.low > 2
         ('light', True)
     """
     check_model_and_loss(model, loss)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tailopt.tails import TailIndex
 
-Verdict = Literal["heavy", "light", "cannot tell"]
+Finding = Literal["heavy", "light", "cannot tell"]
 Certainty = Literal["high", "moderate", "low"]
 
 BATCHES_FOR_NORMS = 128  # a norm is one number for each batch
@@ -92,7 +92,7 @@ class Diagnosis:
     survival: dict[float, float] = field(repr=False)
 
     @property
-    def verdict(self) -> Verdict:
+    def finding(self) -> Finding:
         """Question 1: "heavy" if both intervals are below 2, "light" if both are above it, else "cannot tell"."""
         tails, second = self.overall.tails, self.second_opinion
         if tails.heavy and second.heavy:
@@ -101,14 +101,14 @@ class Diagnosis:
 
     @property
     def certainty(self) -> Certainty:
-        """How far to trust the verdict: the advice has the reasons."""
-        if self.verdict == "cannot tell":
+        """How far to trust the finding: the advice has the reasons."""
+        if self.finding == "cannot tell":
             return "low"
         return ("high", "moderate", "low")[min(2, len(self.doubts))]
 
     @property
     def doubts(self) -> list[str]:
-        """What speaks against trusting the verdict."""
+        """What speaks against trusting the finding."""
         tails, noise = self.overall.tails, self.overall
         found = []
         if self.batches < BATCHES_FOR_NORMS:
@@ -128,7 +128,8 @@ class Diagnosis:
     @property
     def advice(self) -> str:
         """A paragraph: the three answers, what would help, and how certain that is."""
-        return " ".join([self._coordinates(), self._norms(), self._scales(), self._remedy(), self._certainty()])
+        sentences = (self._coordinates(), self._norms(), self._scales(), self._remedy(), self._certainty())
+        return " ".join(filter(None, sentences))
 
     def _coordinates(self) -> str:
         tails = self.overall.tails
@@ -138,10 +139,10 @@ class Diagnosis:
                 f"only {self.overall.standardised} of {self.overall.sampled} that were looked at have a scale."
             )
         index = f"the tail index is {interval(tails)}"
-        if self.verdict == "heavy":
+        if self.finding == "heavy":
             what = f"is heavy-tailed: {index}, and below 2 the variance is infinite"
             return f"Coordinate by coordinate, the noise over batches {what}."
-        if self.verdict == "light":
+        if self.finding == "light":
             what = f"is not heavy-tailed: {index}, and above 2 the variance is finite"
             return f"Coordinate by coordinate, the noise over batches {what}."
         if tails.heavy:
@@ -160,7 +161,7 @@ class Diagnosis:
             )
         if math.isnan(self.norms.index):
             return "For the norms of gradients cannot tell: most of them are equal."
-        what = "heavy-tailed too" if self.verdict == "heavy" else "heavy-tailed"
+        what = "heavy-tailed too" if self.finding == "heavy" else "heavy-tailed"
         if self.norms.heavy:
             return f"The norms over batches are {what}: {interval(self.norms)}."
         if self.norms.light:
@@ -173,7 +174,7 @@ class Diagnosis:
             return ""
         text = f"The scales of coordinates differ by a factor of {ratio:.3g} between the 10 % and the 90 % quantile"
         hill = pooled.hill_at(0.01)
-        if self.verdict == "light" and hill < 2:
+        if self.finding == "light" and hill < 2:
             return f"{text}; that alone brings Hill's estimate of all coordinates pooled down to {hill:.2g}."
         return f"{text}."
 
@@ -183,9 +184,9 @@ class Diagnosis:
             f"and raise {self.overall.lifted:.0%}"
         )
         unequal = self.overall.scale_ratio > UNEQUAL
-        if self.verdict == "heavy":
+        if self.finding == "heavy":
             return f"Clip every coordinate: {clipping}."
-        if self.verdict == "cannot tell":
+        if self.finding == "cannot tell":
             return f"Compare {clipping}, with what you use now; more batches may decide."
         if self.norms.heavy:
             return "Some batches have far larger gradients altogether: clip the norm, as tailopt.L2Clip does."

@@ -29,8 +29,9 @@ from tailopt.tails import TailIndex
 # Options of the command itself, with whether a value follows; every other --name is a setting.
 OPTIONS = {"--batches": True, "--coordinates": True, "--figure": True, "--quiet": False, "--help": False}
 EXAMPLE = """\
-  tailopt diagnose --task syntoken --noise student-t --df 1.5 --figure noise.png
-  tailopt diagnose runs/first --batches 512"""
+  tailopt diagnose --task syntoken --noise student-t --df 1.5
+  tailopt run --task syntoken --algorithm avg-biclip --ilr 0.5 --i_u 0.1 --i_d 0.01 --rounds 10 --out runs/first
+  tailopt diagnose runs/first --batches 64"""
 
 
 def add(commands: Any) -> None:

@@ -27,7 +27,7 @@ def draw(found: Diagnosis, title: str, path: Path) -> None:
     _indices(axes[1][0], [(name, noise.tails) for name, noise in layers], found)
     _scales(axes[1][1], layers)
     figure.suptitle(
-        f"{title}: {found.verdict if found.verdict == 'cannot tell' else found.verdict + ' tails'}", fontsize=10
+        f"{title}: {found.finding if found.finding == 'cannot tell' else found.finding + ' tails'}", fontsize=10
     )
     figure.savefig(path, dpi=130)
     pyplot().close(figure)
@@ -36,7 +36,7 @@ def draw(found: Diagnosis, title: str, path: Path) -> None:
 def _survival(axis: Any, found: Diagnosis) -> None:
     """How many standardised magnitudes are larger than x, beside what Gaussian noise would have."""
     x, shares = list(found.survival), list(found.survival.values())
-    axis.loglog(x, shares, color=ENDS[found.verdict], linewidth=1.8, label="these gradients")
+    axis.loglog(x, shares, color=ENDS[found.finding], linewidth=1.8, label="these gradients")
     floor = min(shares, default=1e-6)
     gaussian = [(t, math.erfc(0.6745 * t / math.sqrt(2))) for t in (10 ** (i / 40 - 1) for i in range(81))]
     drawn = [(t, share) for t, share in gaussian if share >= floor]
@@ -48,7 +48,7 @@ def _survival(axis: Any, found: Diagnosis) -> None:
 def _stability(axis: Any, found: Diagnosis) -> None:
     """Hill's estimate by the share that is taken for the tail."""
     lines = (
-        ("standardised coordinates", found.overall.tails, ENDS[found.verdict], "-"),
+        ("standardised coordinates", found.overall.tails, ENDS[found.finding], "-"),
         ("all coordinates pooled, with their scales", found.overall.pooled, PALETTE["orange"], "--"),
         ("norms", found.norms, PALETTE["green"], ":"),
     )
@@ -58,7 +58,7 @@ def _stability(axis: Any, found: Diagnosis) -> None:
             axis.plot(tails.shares, hill, color=colour, linestyle=dashes, linewidth=1.7, label=label)
     tails = found.overall.tails
     if tails.shares:
-        _bar(axis, tails.share, tails, ENDS[found.verdict], vertical=True)
+        _bar(axis, tails.share, tails, ENDS[found.finding], vertical=True)
     axis.axhline(2, color="black", linewidth=0.8)
     axis.set(title="Stability of the index", xlabel="share that is taken for the tail", ylabel="Hill's estimate")
     axis.set_xscale("log")
@@ -67,8 +67,8 @@ def _stability(axis: Any, found: Diagnosis) -> None:
 
 
 def _indices(axis: Any, layers: list[tuple[str, TailIndex]], found: Diagnosis) -> None:
-    """The index of every tensor with its interval; all of them in the last row."""
-    rows = [*layers, ("all", found.overall.tails)]
+    """The index of every tensor with its interval, then that of all of them, and that of the norms."""
+    rows = [*layers, ("all", found.overall.tails), ("2. norms", found.norms)]
     for y, (_, tails) in enumerate(rows):
         if tails.index == tails.index:
             end = "heavy" if tails.heavy else "light" if tails.light else "cannot tell"
@@ -78,7 +78,7 @@ def _indices(axis: Any, layers: list[tuple[str, TailIndex]], found: Diagnosis) -
     axis.set_ylim(len(rows) - 0.5, -0.5)
     axis.set_xlim(0, HIGHEST * 1.05)
     more = len(found.layers) - len(layers)
-    axis.set(title=f"Tensors{f', the first {len(layers)} of {len(found.layers)}' if more else ''}")
+    axis.set(title=f"Indices{f' of the first {len(layers)} of {len(found.layers)} tensors' if more else ''}")
     axis.set_xlabel(f"tail index with 90 % interval; {HIGHEST:g} stands for more")
     axis.grid(axis="x", alpha=0.25, linewidth=0.5)
 
