@@ -316,6 +316,9 @@ def test_a_model_without_gradients_is_refused() -> None:
         tailopt.diagnose(Model(), lambda model, batch: batch[0].mean(), batches())
     with pytest.raises(ValueError, match="every gradient is 0, so there is no noise"):
         tailopt.diagnose(Weights(5), noise_itself, torch.zeros(40, 5))
+    elsewhere = torch.ones(40, 5, requires_grad=True)
+    with pytest.raises(ValueError, match="every gradient is 0, so there is no noise"):
+        tailopt.diagnose(Weights(5), lambda model, batch: batch.sum(), elsewhere)
 
 
 def test_too_few_batches_are_refused() -> None:

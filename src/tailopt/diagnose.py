@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tailopt.arguments import whole_number
+from tailopt.arguments import checked_seed, whole_number
 from tailopt.calibration import QUICK, ElementCounts, backward, check_model_and_loss, unchanged
 from tailopt.clipping.counts import centred_and_deviation
 from tailopt.clipping.dtensor import is_dtensor
@@ -101,7 +101,7 @@ def diagnose(
     if coordinates is None:
         coordinates = int(min(max(SHARE_OF_MODEL * size, DEFAULT_RANGE[0]), DEFAULT_RANGE[1]))
     coordinates = whole_number("coordinates", coordinates, low=1, high=MOST_COORDINATES)
-    sampled = sampled_coordinates(params, coordinates, seed, LEAST_OF_TENSOR)
+    sampled = sampled_coordinates(params, coordinates, checked_seed(seed), LEAST_OF_TENSOR)
     rows, seen, nonfinite = _gradients(model, loss, islice(batches, count), params, sampled, progress and count)
     if len(rows) < FEWEST_BATCHES:
         left = f" with finite gradients, and {nonfinite} without" if nonfinite else ""
@@ -164,8 +164,8 @@ def _gradients(
                 continue
             if len(rows) < CALIBRATION:
                 seen.add(found)
-            parts = [_elements(found.get(i), place, exact) for i, place in enumerate(places)]
-            rows.append(torch.cat(parts))
+            parts = [_elements(found.get(i), place, exact).to(device) for i, place in enumerate(places)]
+            rows.append(torch.cat(parts).cpu())
             if time.monotonic() - start > QUICK:
                 bar.update(len(rows) + nonfinite, shown, "batches of the diagnosis")
     return torch.stack(rows) if rows else torch.zeros(0, sum(map(len, places))), seen, nonfinite
@@ -174,17 +174,21 @@ def _gradients(
 def _finite(gradients: Iterable[Tensor]) -> bool:
     """Whether there is no NaN and no infinity. A sum that is finite has none in it, and is much the quickest test."""
     values = [real_parts(g) for g in gradients]
-    sums = [g.sum() for g in values]
-    return all(bool(s.isfinite()) or bool(g.isfinite().all()) for s, g in zip(sums, values, strict=True))
+    if not values:
+        return True
+    device = values[0].device
+    if bool(torch.stack([g.sum().to(device, torch.float32) for g in values]).isfinite().all()):
+        return True
+    return all(bool(g.isfinite().all()) for g in values)
 
 
 def _elements(gradient: Tensor | None, places: Tensor, exact: bool) -> Tensor:
-    """Elements of a gradient, on the CPU; zeros where there is none, as for a part of the model that was not used."""
+    """Elements of a gradient; zeros where there is none, as for a part of the model that was not used."""
     kind = torch.float64 if exact else torch.float32
     if gradient is None:
-        return torch.zeros(len(places), dtype=kind)
+        return torch.zeros(len(places), dtype=kind, device=places.device)
     dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
-    return real_parts(dense.detach()).reshape(-1)[places].to("cpu", kind)
+    return real_parts(dense.detach()).reshape(-1)[places].to(kind)
 
 
 # --- From gradients to numbers ----------------------------------------------------------------------------------------
