@@ -1,7 +1,7 @@
 """How far `tailopt.diagnose` can be trusted, and what it costs.
 
     python benchmarks/diagnose.py [--seeds 20] [--batches 256] [--hidden 32 ...]     the accuracy, as a table
-    python benchmarks/diagnose.py --write                                            the time, into RESULTS.md
+    python benchmarks/diagnose.py --write [--batches 256]                            the time, into RESULTS.md
 
 Accuracy: a network with one hidden layer is fitted to a regression, and noise of a known tail index is added to each of
 its minibatch gradients. A case is covered where the 90 % interval holds the index. Controls are Gaussian, with scales
@@ -26,8 +26,6 @@ from cpu_step import machine, put
 from torch import Tensor, nn
 
 from tailopt import Diagnosis, diagnose
-
-COMMAND = "python benchmarks/diagnose.py --write"
 
 
 class Case(NamedTuple):
@@ -224,7 +222,8 @@ def main() -> None:
     print(head + "\n", flush=True)
     table = times(arguments.batches, arguments.repetitions)
     if arguments.write:
-        put("\n".join([f"`{COMMAND}`: {head}", "", *table, ""]), "diagnose", "A diagnosis of gradient noise")
+        command = f"python benchmarks/diagnose.py --batches {arguments.batches} --write"
+        put("\n".join([f"`{command}`: {head}", "", *table, ""]), "diagnose", "A diagnosis of gradient noise")
 
 
 if __name__ == "__main__":

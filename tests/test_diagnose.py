@@ -62,7 +62,8 @@ def batches(n: int = 40, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
 
 def noise_itself(model: nn.Module, noise: Tensor) -> Tensor:
     """A loss whose gradient is the batch."""
-    return sum((p * part.view_as(p)).sum() for p, part in zip(model.parameters(), split(model, noise), strict=True))
+    parts = zip(model.parameters(), split(model, noise), strict=True)
+    return torch.stack([(p * part.view_as(p)).sum() for p, part in parts]).sum()
 
 
 def split(model: nn.Module, noise: Tensor) -> tuple[Tensor, ...]:

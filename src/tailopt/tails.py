@@ -12,7 +12,7 @@ that of a mean over batches, and a tail has to come from many of them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,11 @@ PRECISION = 0.05
 SHARES = (1e-3, 0.1)  # the least and the most of the numbers that count as their tail
 WIDEST = 0.25  # where a smaller share comes from too few batches
 BATCHES = 30  # that a tail comes from, at least; a quarter of all where there are fewer than 120
+# Of the correction, which assumes how the error of H grows with k. With 0.5 the interval covers 88 % of the time in the
+# worst case (alpha-stable 1.7, 100 coordinates, 256 batches, 60 seeds), with 0.7 in 92 %; with 1 it is needlessly wide.
+ALLOWANCE = 0.7
 BATCHES_OF_DEEPEST = 10
+ENOUGH_FOR_PLOT = 2**18  # numbers
 SHARE_OF_FEW = 0.15
 LEVEL = 0.95  # a quantile for each end: a 90 % interval
 
@@ -106,7 +110,7 @@ def tail_index(values: Tensor) -> TailIndex:
         result = _interval(tails, chosen, rows.numel())
         if precise.any() or (widest == most and enough.any()):
             break
-    return result
+    return _with_wider_shares(result, rows)
 
 
 def tail_index_of_few(numbers: Tensor) -> TailIndex:
@@ -142,6 +146,20 @@ def _ends(inverse: float, error: float, batches: float, allowance: float = 0.0) 
     half = math.hypot(student_quantile(LEVEL, batches - 1) * error, allowance)
     low, high = inverse + half, inverse - half
     return (1 / low if low > 0 else math.inf, 1 / high if high > 0 else math.inf)
+
+
+def _with_wider_shares(found: TailIndex, rows: Tensor) -> TailIndex:
+    """The stability plot, continued to the most that counts as a tail: from some of the columns, if there are many."""
+    if not found.shares or found.shares[-1] >= SHARES[1] / 2:
+        return found
+    some = rows[:, :: max(1, rows.numel() // ENOUGH_FOR_PLOT)]
+    tails = _tails(some, SHARES[1])
+    if tails is None:
+        return found
+    wider = zip((tails.points / some.numel()).tolist(), (1 / tails.hill).tolist(), strict=True)
+    more = [(share, index) for share, index in wider if share > found.shares[-1]]
+    shares, hill = (tuple(column) for column in zip(*more, strict=True)) if more else ((), ())
+    return replace(found, shares=found.shares + shares, hill=found.hill + hill)
 
 
 class _Tails(NamedTuple):
@@ -200,8 +218,7 @@ def _interval(tails: _Tails, chosen: int, numbers: int) -> TailIndex:
     inverse, hill, error, batches = (
         float(column[chosen]) for column in (tails.inverse, tails.hill, tails.error, tails.batches)
     )
-    # The correction assumes how the error of H grows with k, so all of it counts as uncertain.
-    low, high = _ends(inverse, error, batches, allowance=inverse - hill)
+    low, high = _ends(inverse, error, batches, allowance=ALLOWANCE * (inverse - hill))
     usable = tails.batches >= BATCHES_OF_DEEPEST
     deepest = int(usable.int().argmax()) if usable.any() else chosen
     return TailIndex(

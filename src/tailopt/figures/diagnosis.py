@@ -25,7 +25,7 @@ def draw(found: Diagnosis, title: str, path: Path) -> None:
     _survival(axes[0][0], found)
     _stability(axes[0][1], found)
     _indices(axes[1][0], [(name, noise.tails) for name, noise in layers], found)
-    _scales(axes[1][1], layers)
+    _scales(axes[1][1], [noise.scales for noise in (*dict(layers).values(), found.overall)], axes[1][0])
     figure.suptitle(
         f"{title}: {found.finding if found.finding == 'cannot tell' else found.finding + ' tails'}", fontsize=10
     )
@@ -62,7 +62,8 @@ def _stability(axis: Any, found: Diagnosis) -> None:
     axis.axhline(2, color="black", linewidth=0.8)
     axis.set(title="Stability of the index", xlabel="share that is taken for the tail", ylabel="Hill's estimate")
     axis.set_xscale("log")
-    axis.set_ylim(0, HIGHEST * 1.05)
+    axis.set_ylim(0, HIGHEST * 1.4)  # above the lines is the legend
+    axis.set_yticks(range(round(HIGHEST) + 1))
     _finish(axis)
 
 
@@ -83,15 +84,14 @@ def _indices(axis: Any, layers: list[tuple[str, TailIndex]], found: Diagnosis) -
     axis.grid(axis="x", alpha=0.25, linewidth=0.5)
 
 
-def _scales(axis: Any, layers: list[tuple[str, Any]]) -> None:
-    """From the 10 % to the 90 % quantile of the scales of every tensor."""
-    for y, (_, noise) in enumerate(layers):
-        low, middle, high = noise.scales
+def _scales(axis: Any, scales: list[tuple[float, float, float]], beside: Any) -> None:
+    """From the 10 % to the 90 % quantile of the scales of every tensor, in the rows of the panel beside it."""
+    for y, (low, middle, high) in enumerate(scales):
         if low > 0:
             axis.plot([low, high], [y, y], color=PALETTE["orange"], linewidth=2.5, solid_capstyle="butt")
             axis.plot([middle], [y], color="black", marker="|", markersize=7)
-    axis.set_yticks(range(len(layers)), [_short(name) for name, _ in layers], fontsize=7)
-    axis.set_ylim(len(layers) - 0.5, -0.5)
+    axis.set_yticks(range(len(scales)), [""] * len(scales))
+    axis.set_ylim(beside.get_ylim())
     axis.set(title="3. Scales of coordinates", xlabel="median deviation: 10 %, 50 % and 90 % quantile")
     axis.set_xscale("log")
     low, high = axis.get_xlim()
@@ -112,9 +112,9 @@ def _bar(axis: Any, place: float, tails: TailIndex, colour: str, vertical: bool)
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= 34 else f"…{name[-33:]}"
+    return name if len(name) <= 30 else f"…{name[-29:]}"
 
 
 def _finish(axis: Any) -> None:
     axis.grid(alpha=0.25, linewidth=0.5)
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(loc="upper right", frameon=False, fontsize=8)
