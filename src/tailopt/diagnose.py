@@ -37,8 +37,8 @@ from tailopt.thresholds import CALIBRATION, Thresholds, choose
 
 FEWEST_BATCHES, DEFAULT_BATCHES = 32, 256
 MOST_COORDINATES = 2**20
-# By default one of 128 in the model: the estimates need no more, and they must take less time than the gradients.
-SHARE_OF_MODEL, DEFAULT_RANGE = 1 / 128, (2**12, 2**16)
+# By default one of 512 in the model: the estimates need no more, and they must take less time than the gradients.
+SHARE_OF_MODEL, DEFAULT_RANGE = 1 / 512, (2**11, 2**16)
 LEAST_OF_TENSOR = 16
 SPARSE = 0.25  # a coordinate that is 0 in more batches than this has no scale that the others could be compared with
 UPPER = 0.9  # the quantile of a coordinate's own magnitudes that is a second scale
@@ -73,7 +73,7 @@ def diagnose(
         batches: at least 32 different ones, better 256; for the norms at least 128. Not the same data over and over:
             an outlier that comes back with every pass is a smaller tail than new data have.
         count: how many of them are used, where there are more.
-        coordinates: how many coordinates are looked at, at most 2^20; by default one of 128, from 4,096 to 65,536
+        coordinates: how many coordinates are looked at, at most 2^20; by default one of 512, from 2,048 to 65,536
             of them, and all of a smaller model. At least 16 of each tensor.
         seed: of the choice of coordinates.
         progress: whether progress is shown when it takes more than two seconds.
