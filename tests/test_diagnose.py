@@ -119,7 +119,7 @@ def test_gaussian_noise_is_never_called_heavy(noises: ModuleType, name: str) -> 
     ["Cauchy", "Student t 1.1", "Student t 1.5", "Student t 2", "Student t 3", "alpha-stable 1.3", "alpha-stable 1.7"],
 )
 def test_the_interval_covers_the_index(noises: ModuleType, name: str, hidden: int) -> None:
-    """With 256 batches and 111, 705 and 4,401 coordinates."""
+    """With 256 batches and 111, 705 and 4,401 coordinates, of which 2,048 are looked at."""
     case = noises.CASES[name]
     found = [noises.diagnosed(case, seed, hidden=hidden) for seed in range(100, 120)]
     tails = [f.overall.tails for f in found]
@@ -142,7 +142,7 @@ def test_gaussian_noise_is_not_heavy_in_twenty_seeds(noises: ModuleType, name: s
 
 def test_scales_alone_make_a_tail_of_the_pool() -> None:
     scales = (2.5 * normal(5000, seed=1)).exp()
-    found = of(normal(128, 5000) * scales)
+    found = of(normal(128, 5000) * scales, coordinates=5000)
     assert found.overall.pooled.hill_at(0.01) < 2 < found.overall.tails.low
     assert found.overall.scale_ratio == pytest.approx(math.exp(2 * 1.2816 * 2.5), rel=0.2)
     assert "that alone brings Hill's estimate" in found.advice and found.finding == "light"
@@ -171,7 +171,7 @@ def test_sparse_gradients_are_left_out_and_counted() -> None:
     """
     often = torch.linspace(0, 1, 4000)
     rows = normal(256, 4000) * (torch.rand(256, 4000, generator=torch.Generator().manual_seed(1)) > often)
-    found = of(rows)
+    found = of(rows, coordinates=4000)
     noise = found.overall
     assert noise.zero + noise.constant == pytest.approx(2000, rel=0.1)
     assert noise.sparse == pytest.approx(1000, rel=0.1)
