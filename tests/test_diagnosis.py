@@ -73,6 +73,13 @@ def test_the_words_follow_from_the_numbers(found: Diagnosis, finding: str, certa
     assert "nan" not in found.advice and "  " not in found.advice
 
 
+def test_an_uncertain_finding_recommends_nothing() -> None:
+    """As of one sample at a time, where ten coordinates were left and half of the largest values are one batch's."""
+    found = diagnosis({"sparse": 900, "tails": replace(LIGHT, largest_batch=0.5)})
+    assert (found.finding, found.certainty) == ("light", "low")
+    assert "too uncertain to act on" in found.advice and "SGD" not in found.advice
+
+
 def test_a_pool_of_unequal_scales_is_explained() -> None:
     pooled = TailIndex(1.1, 1.0, 1.2, shares=(0.001, 0.01, 0.1), hill=(1.3, 1.1, 0.9))
     assert "down to 1.1." in diagnosis({"pooled": pooled, "scales": (0.01, 1.0, 100.0)}).advice

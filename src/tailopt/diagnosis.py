@@ -188,6 +188,8 @@ class Diagnosis:
             return f"Clip every coordinate: {clipping}."
         if self.finding == "cannot tell":
             return f"Compare {clipping}, with what you use now; more batches may decide."
+        if self.certainty == "low":
+            return "That is too uncertain to act on: take more batches, and smaller ones."
         if self.norms.heavy:
             return "Some batches have far larger gradients altogether: clip the norm, as tailopt.L2Clip does."
         if self.agreement > AGREEING:
