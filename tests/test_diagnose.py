@@ -322,6 +322,12 @@ def test_a_model_without_gradients_is_refused() -> None:
         tailopt.diagnose(Weights(5), lambda model, batch: batch.sum(), elsewhere)
 
 
+def test_a_sharded_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("tailopt.diagnose"), "is_dtensor", lambda p: True)
+    with pytest.raises(ValueError, match=r"Invalid model: it is sharded \(DTensor\); diagnose one whose parameters are"):
+        of(normal(64, 10))
+
+
 def test_too_few_batches_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"Invalid batches: there are 31; need 32 or more, better 256. Was the iterator"
