@@ -101,6 +101,8 @@ def test_few_numbers_tell_only_what_is_far_apart() -> None:
     assert sum(t.heavy for t in cauchy) >= 35
     assert not any(t.light for t in cauchy)
     assert tail_index_of_few(torch.ones(9)) == UNKNOWN
+    for n in range(11, 40):
+        assert tail_index_of_few(pareto(1.0, n)).points == 10
 
 
 def test_properties() -> None:

@@ -123,7 +123,7 @@ def tail_index_of_few(numbers: Tensor) -> TailIndex:
     points = max(10, round(SHARE_OF_FEW * len(top)))
     if points >= len(top) or not float(top[points]) > 0:
         return UNKNOWN
-    sizes = torch.arange(5, len(top) // 3)
+    sizes = torch.arange(5, max(len(top) // 3, points + 1))
     logs = top.clamp(min=torch.finfo(top.dtype).tiny).log()
     hill = (logs.cumsum(0)[sizes - 1] / sizes - logs[sizes]).clamp(min=1e-9)
     ends = [_ends(float(hill[k - 5]), float(hill[k - 5]) / math.sqrt(k), k) for k in (points, points // 2)]
