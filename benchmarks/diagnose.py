@@ -7,7 +7,8 @@ Accuracy: a network with one hidden layer is fitted to a regression, and noise o
 its minibatch gradients. A case is covered where the 90 % interval holds the index. Controls are Gaussian, with scales
 that differ from coordinate to coordinate; the variance is finite there, so none may be called heavy.
 
-Time: all of `diagnose`, divided by forward and backward passes over the same batches, which take turns with it; in seconds of the processor, on one thread.
+Time: all of `diagnose`, divided by forward and backward passes over the same batches, which take turns with it; in
+seconds of the processor, on one thread.
 """
 
 from __future__ import annotations
