@@ -28,7 +28,7 @@ BATCHES = 30  # that a tail comes from, at least; a quarter of all where there a
 # worst case (alpha-stable 1.7, 100 coordinates, 256 batches, 60 seeds), with 0.7 in 92 %; with 1 it is needlessly wide.
 ALLOWANCE = 0.7
 BATCHES_OF_DEEPEST = 10
-ENOUGH_FOR_PLOT = 2**18  # numbers
+ENOUGH_FOR_PLOT = 2**16  # numbers
 SHARE_OF_FEW = 0.15
 LEVEL = 0.95  # a quantile for each end: a 90 % interval
 
