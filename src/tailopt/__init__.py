@@ -11,6 +11,8 @@ from tailopt.algorithms import Algorithm, algorithm
 from tailopt.calibration import calibrate
 from tailopt.clipping.counts import Counts, count, standardised
 from tailopt.clipping.operators import biclip, biclip_l2, l2clip
+from tailopt.diagnose import diagnose
+from tailopt.diagnosis import Diagnosis
 from tailopt.distributed.nested_optimizer import NestedOptimizer
 from tailopt.engines.simulate import Result, simulate
 from tailopt.optimizers.biclip import BiClip
@@ -35,6 +37,7 @@ __all__ = [
     "BiClip",
     "Clipped",
     "Counts",
+    "Diagnosis",
     "L2Clip",
     "NestedOptimizer",
     "Result",
@@ -46,6 +49,7 @@ __all__ = [
     "biclip_l2",
     "calibrate",
     "count",
+    "diagnose",
     "l2clip",
     "load_named_state_dict",
     "named_state_dict",

@@ -76,16 +76,15 @@ def calibrate(
         >>> from tailopt import BiClip
         >>> opt = BiClip(model.parameters(), lr=1e-3 / chosen.u[0], u=chosen.u[0], d=chosen.d[0])
     """
-    _check_arguments(model, loss, algorithm)
+    check_model_and_loss(model, loss)
+    _check_algorithm(algorithm)
     level = _level(algorithm)
     params = list(trainable_parameters(model).values())
-    seen = _Norms(params, level.by_tensor) if level.norms else _Elements(params, level.momentum)
-    with _unchanged(model, params[0].device), Progress(shown=True) as progress:
-        if not model.training:  # as in a simulation; otherwise the modes are the user's
-            model.train()
+    seen = _Norms(params, level.by_tensor) if level.norms else ElementCounts(params, level.momentum)
+    with unchanged(model, params[0].device), Progress(shown=True) as progress:
         n, start = 0, time.monotonic()
         for batch in islice(batches, CALIBRATION):
-            _backward(model, loss, to_device(batch, params[0].device), params)
+            backward(model, loss, to_device(batch, params[0].device), params)
             seen.add({i: g for i, p in enumerate(params) if (g := p.grad) is not None})
             n += 1
             if time.monotonic() - start > QUICK:
@@ -115,12 +114,16 @@ def _level(algorithm: Algorithm | None) -> _Level:
     return _Level(norms, hparams.get("scope") == "tensor", d, float(hparams.get("momentum", 0.0)))
 
 
-def _check_arguments(model: Any, loss: Any, algorithm: Any) -> None:
+def check_model_and_loss(model: Any, loss: Any) -> None:
+    """Refuse what has no gradients."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"Invalid model: {model!r}; need a torch.nn.Module.")
     check_function("loss", loss if loss is not None else 0, "a function of (model, batch) that returns a scalar tensor")
     if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("Invalid model: no parameter requires a gradient, so there is nothing to calibrate.")
+        raise ValueError("Invalid model: no parameter requires a gradient, so there are no gradients to look at.")
+
+
+def _check_algorithm(algorithm: Any) -> None:
     if algorithm is None:
         return
     if not isinstance(algorithm, Algorithm):
@@ -134,7 +137,8 @@ def _check_arguments(model: Any, loss: Any, algorithm: Any) -> None:
         )
 
 
-def _backward(model: nn.Module, loss: LossFunction, batch: Any, params: Sequence[nn.Parameter]) -> None:
+def backward(model: nn.Module, loss: LossFunction, batch: Any, params: Sequence[nn.Parameter]) -> None:
+    """Put the gradients of a batch in the place of those that parameters have."""
     for p in params:
         p.grad = None
     with torch.enable_grad():
@@ -147,7 +151,7 @@ def _backward(model: nn.Module, loss: LossFunction, batch: Any, params: Sequence
     value.backward()
 
 
-class _Elements:
+class ElementCounts:
     """Counts the elements of gradients by tensor, or those of their mean with momentum."""
 
     def __init__(self, params: Sequence[nn.Parameter], momentum: float) -> None:
@@ -199,8 +203,11 @@ class _Norms:
 
 
 @contextmanager
-def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Give the model what it had: buffers, modes, gradients and requires_grad; and the generators their states."""
+def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Give the model what it had: buffers, modes, gradients and requires_grad; and the generators their states.
+
+    Inside, a model in evaluation mode is in training mode, as in a simulation; otherwise modes are the user's.
+    """
     flags = [(p, p.requires_grad, p.grad) for p in model.parameters()]
     modes = modes_of(model)
     buffers = [
@@ -210,6 +217,8 @@ def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     ]
     try:
         with restoring_global_rng(device):
+            if not model.training:
+                model.train()
             yield
     finally:
         restore_modes(modes)

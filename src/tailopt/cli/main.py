@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from tailopt.cli import compare, list, resume, run, study, sweep, train, verify
+from tailopt.cli import compare, diagnose, list, resume, run, study, sweep, train, verify
 from tailopt.cli.overrides import Overrides, split_arguments
 from tailopt.cli.run_settings import RunSettings
 
@@ -25,12 +25,13 @@ COMMANDS = {
     "compare": compare,
     "list": list,
     "study": study,
+    "diagnose": diagnose,
     "sweep": sweep,
     "train": train,
     "verify": verify,
 }
 # Commands that take settings of tasks and algorithms, with the options of their own.
-OWN_OPTIONS = {"run": run.OPTIONS, "sweep": sweep.OPTIONS, "train": train.OPTIONS}
+OWN_OPTIONS = {"run": run.OPTIONS, "diagnose": diagnose.OPTIONS, "sweep": sweep.OPTIONS, "train": train.OPTIONS}
 EXAMPLE = run.EXAMPLE.splitlines()[0]
 # Errors that a user can fix. Any other exception is a bug of this library and shows its traceback.
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError)

@@ -232,11 +232,22 @@ def standardised(gradients: Tensor | Sequence[Tensor]) -> Tensor:
             f"Invalid gradients: {batches} batches; need {BATCHES} or more, better 50: the median of a few deviations "
             "is so uncertain that it makes a heavy tail of its own."
         )
-    rows = real_parts(stacked).detach()
-    rows = rows.to(compute_dtype(rows.dtype)).reshape(rows.shape[0], -1)
-    centred = rows - rows.median(0).values
-    deviation = centred.abs().median(0).values
+    centred, deviation = centred_and_deviation(real_parts(stacked).detach().reshape(stacked.shape[0], -1))
     return (centred / deviation)[:, deviation > 0].reshape(-1)
+
+
+def centred_and_deviation(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """[batches, coordinates] less the median of each coordinate, and the medians of the magnitudes that are left.
+
+    Examples:
+        >>> centred_and_deviation(torch.tensor([[1.0, 5.0], [2.0, 5.0], [9.0, 6.0]]))
+        (tensor([[-1.,  0.],
+                [ 0.,  0.],
+                [ 7.,  1.]]), tensor([1., 0.]))
+    """
+    rows = rows.to(compute_dtype(rows.dtype))
+    centred = rows - rows.median(0).values
+    return centred, centred.abs().median(0).values
 
 
 def add(

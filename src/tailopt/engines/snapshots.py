@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tailopt.engines.engine import Engine
+from tailopt.engines.model_state import ModelState
 from tailopt.engines.sequential import copied_to
 from tailopt.records import checkpoints
 from tailopt.records.folder import Run
@@ -116,6 +117,22 @@ def restore(
     state.round = snapshot.round
     engine.steps_done, engine.repeatability_probe = contents.steps_done, contents.probe
     engine.optimizer_states, engine.diverged_states = contents.optimizer_states, contents.diverged_states
+
+
+def load_weights(run: Run, model: torch.nn.Module) -> int:
+    """Load the weights and buffers of a run's last checkpoint into a model; returns after how many rounds they were."""
+    snapshot = checkpoints.load_latest(run.path, lambda snapshot, path: check(run, snapshot, path))
+    if snapshot is None:
+        raise FileNotFoundError(f"{run.path} has no checkpoint, so there are no weights to load.")
+    shared = _contents(snapshot).shared
+    held = ModelState(model)
+    state = held.global_state(average=shared["average"] is not None)
+    check_same_model(*_layouts(shared, state))
+    for name, weight in zip(state.names, state.weights, strict=True):
+        weight.copy_(shared["weights"][name])
+    state.buffers = shared["buffers"]
+    held.load(state)
+    return snapshot.round
 
 
 def _layouts(shared: dict[str, Any], state: GlobalState) -> tuple[ModelLayout, ModelLayout]:

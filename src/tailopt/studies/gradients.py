@@ -22,12 +22,13 @@ from torch import Tensor
 
 from tailopt.algorithms import algorithm
 from tailopt.clipping.operators import biclip
+from tailopt.diagnose import sampled_coordinates
+from tailopt.engines.model_state import trainable_parameters
 from tailopt.engines.simulate import simulate
 from tailopt.figures.style import PALETTE, pyplot
 from tailopt.optional import missing
 from tailopt.paper import paper_settings
 from tailopt.progress import Progress
-from tailopt.seeds import generator
 from tailopt.studies.comparison import TaskSpec
 from tailopt.studies.glue import labels, task_spec
 from tailopt.studies.plots import save
@@ -109,7 +110,7 @@ def follow(plan: GradientsPlan, name: str, device: str, tick: Callable[[int], No
     """The sampled coordinates of one simulation."""
     problem = plan.column.build()
     model = problem.model(plan.seed).to(device)
-    sampled = sample(model, plan.coordinates)
+    sampled = sampled_coordinates(trainable_parameters(model), plan.coordinates)
     gradients: dict[str, list[Tensor]] = {key: [] for key in sampled}
     weights: dict[str, list[Tensor]] = {key: [] for key in sampled}
     steps = 0
@@ -146,19 +147,6 @@ def follow(plan: GradientsPlan, name: str, device: str, tick: Callable[[int], No
     )
     used = [key for key in sampled if len(gradients[key]) == steps]  # a parameter that the loss never reaches has none
     return Followed(*(torch.cat([torch.stack(rows[key]) for key in used], 1) for rows in (gradients, weights)))
-
-
-def sample(model: torch.nn.Module, coordinates: int) -> dict[str, Tensor]:
-    """Which elements of which trainable parameter are followed: a fixed choice, in proportion to the sizes.
-
-    Examples:
-        >>> {key: len(elements) for key, elements in sample(torch.nn.Linear(9, 10), 10).items()}
-        {'weight': 9, 'bias': 1}
-    """
-    sizes = {key: p.numel() for key, p in model.named_parameters() if p.requires_grad}
-    share = min(1.0, coordinates / sum(sizes.values()))
-    source = generator(0, "followed coordinates")
-    return {key: torch.randint(n, (max(1, round(n * share)),), generator=source) for key, n in sizes.items()}
 
 
 def values_by_round(plan: GradientsPlan, followed: Mapping[str, Followed]) -> dict[str, list[Tensor]]:
