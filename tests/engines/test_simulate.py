@@ -96,6 +96,34 @@ def test_a_folder_and_looking_on_change_nothing(tmp_path: Path) -> None:
     assert [row["round"] for row in Run.open(tmp_path).times()] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_times_by_phase_add_up_to_the_time_of_the_run(engine: str, tmp_path: Path) -> None:
+    def slow_batches(node: int, round: int, step: int, generator: torch.Generator) -> Tensor:
+        time.sleep(0.002)
+        return batches(node, round, step, generator)
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        time.sleep(0.02)
+        return {"error": 0.5}
+
+    began = time.perf_counter()
+    simulate(
+        engine=engine, batches=slow_batches, nodes=NODES, run=tmp_path, evaluate=evaluate, evaluate_every=2,
+        loggers=[lambda row: time.sleep(0.01)],
+    )  # fmt: skip
+    took = time.perf_counter() - began
+    first, second, third = Run.open(tmp_path).times()
+    phases = {"local", "mean", "outer", "evaluate", "checkpoint"}
+    assert {*second} == {"round", "round_seconds", *phases}
+    for row in (first, second, third):
+        assert row["local"] >= 2 * NODES * 0.002, "two local steps on every node wait for their batch"
+        assert sum(row[phase] for phase in phases) <= row["round_seconds"]
+    assert second["evaluate"] >= 0.02 and third["evaluate"] >= 0.02 > first["evaluate"]
+    # a logger is called after its round was recorded: its time is in the next row, and in no phase
+    assert second["round_seconds"] - sum(second[phase] for phase in phases) >= 0.01
+    assert sum(row["round_seconds"] for row in (first, second, third)) <= took
+
+
 def test_what_a_result_holds() -> None:
     result = simulate(seed=7)
     assert result.seed == 7 and result.algorithm is BICLIP and result.average is None

@@ -399,7 +399,7 @@ class NestedOptimizer(Optimizer):
         self._trainable_set.check_all_parameters_exchanged(settlement.round)
         for logger in self._records.options.loggers:
             logger(row)
-        self._records.record(row, report.seconds, self.finished)
+        self._records.record(row, report, self.finished)
 
     def _bound_by_agreed_hparams(self, t: int, node: int, steps: int) -> Bound:
         """Return how far a node can have moved in so many steps, by the hyperparameters that all nodes agreed on."""

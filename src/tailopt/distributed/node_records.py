@@ -17,6 +17,7 @@ import torch
 from tailopt.arguments import check_counts, check_flags, check_function, checked_loggers
 from tailopt.distributed.all_ranks import AllRanks
 from tailopt.distributed.checkpointing import CheckpointCoordinator, Resumed
+from tailopt.distributed.exchange_types import ExchangeReport
 from tailopt.distributed.local_round import LocalRound
 from tailopt.distributed.node import Node
 from tailopt.distributed.resume_checks import FirstInputs, Rates, rates
@@ -154,10 +155,10 @@ class NodeRecords:
         if self._rates is not None:
             self._rates.check(self._local_round.optimizer)
 
-    def record(self, row: dict[str, Any], seconds: Mapping[int, float], finished: bool) -> None:
+    def record(self, row: dict[str, Any], report: ExchangeReport, finished: bool) -> None:
         """Add a row to the history of the run folder, and write a checkpoint where one is due."""
         if self._coordinator is not None:
-            self._coordinator.record(row, seconds)
+            self._coordinator.record(row, report)
             if finished or self._node.round % self.options.checkpoint_every == 0:
                 self.save(0)
 

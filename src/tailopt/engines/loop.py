@@ -7,7 +7,6 @@ there has the bits of a run that was never stopped.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from tailopt.progress import RoundProgress
 from tailopt.records import checkpoints
 from tailopt.records.folder import Run
 from tailopt.records.lock import LostLock
+from tailopt.records.phase_clock import PhaseClock
 from tailopt.rounds.auto_thresholds import AutoThresholdsByLevel
 from tailopt.rounds.drops import DROPPED
 from tailopt.rounds.hyperparameters import RuleHyperparameters
@@ -90,6 +90,7 @@ class Loop:
         self._engine, self._policy, self._reporting, self._run = engine, policy, reporting, run
         self._outer_hyperparameters, self._auto_thresholds = outer_hyperparameters, auto_thresholds
         self._outer_cache = StepCache()
+        self._clock = PhaseClock()
         self._in_outer_step = False  # while the state has parts of two rounds
         self._state_is_ahead = False  # while the state contains a round whose row is not in the history yet
 
@@ -145,26 +146,30 @@ class Loop:
                 self._engine.load_into_model(state)
 
     def _one_round(self, state: GlobalState) -> dict[str, Any]:
-        began = time.perf_counter()
-        t, policy = state.round + 1, self._policy
+        t, policy, lap = state.round + 1, self._policy, self._clock.lap
+        lap()  # loggers and progress
         participants, lost = policy.draw(t), policy.draw_drops(t)
         hparams, auto_thresholds_entry = self._outer_hyperparameters.at(t), self._auto_thresholds.history_entry()
         with torch.no_grad():
             mean = RoundMean(state, participants, policy, lost)
             diverging = lost if policy.dropped_nodes_diverge else ()
             for contribution in self._engine.contributions(state, participants, diverging):
+                lap("local")
                 mean.add(contribution)
+                lap("mean")
             result = mean.result()
-            trained = time.perf_counter()
+            lap("mean")
             self._engine.load_into_model(state)  # so that an outer step that is interrupted can be undone
             self._in_outer_step = self._state_is_ahead = True
             finish_round(state, result, self._outer_hyperparameters.rule, hparams, policy, self._outer_cache)
             self._in_outer_step = False
             self._update_auto_thresholds(state, result)
         self._engine.keep_node_states(result)
+        lap("outer")
         row = {**self._row(state, result), **auto_thresholds_entry}
+        lap("evaluate")
         if self._run is not None:
-            self._run.append(row, {"local": trained - began, "round_seconds": time.perf_counter() - began})
+            self._run.append(row, self._clock.take())
         self.history.append(row)
         self._state_is_ahead = False
         for excluded in result.settlement.excluded:
@@ -199,10 +204,12 @@ class Loop:
     def _save(self, state: GlobalState) -> int:
         if self._run is None:
             return state.round
+        self._clock.lap()
         self._run.check_lock()
         self._run.sync()
         save(self._run, state, self._engine, self._auto_thresholds)
         checkpoints.prune(self._run.path, self._reporting.keep)
+        self._clock.lap("checkpoint")
         return state.round
 
     def _save_what_is_whole(self, state: GlobalState, saved: int, error: BaseException) -> int:

@@ -12,6 +12,7 @@
     model_check.py          whether a checkpoint fits a model
     pytree.py               nested state as named tensors and plain values
     safetensors_io.py, tensor_bytes.py, checked_json.py, disk.py    files, bytes, digests, atomic writes
+    phase_clock.py          the seconds of a round by phase
     frames.py               a run folder as data frames of pandas
 """
 
