@@ -8,7 +8,7 @@ there has the bits of a run that was never stopped.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from tailopt.arguments import check_counts, check_flags, check_function, checked
 from tailopt.clipping.step_cache import StepCache
 from tailopt.engines.engine import Engine, Evaluate
 from tailopt.engines.snapshots import check, restore, save
+from tailopt.loggers.protocol import RowFunction, RunStart, run_name, told
 from tailopt.progress import RoundProgress
 from tailopt.records import checkpoints
 from tailopt.records.folder import Run
@@ -30,8 +31,6 @@ from tailopt.rounds.policy import RoundPolicy
 from tailopt.rounds.round import GlobalState, RoundMean, RoundResult, finish_round, statistics_of_outer_step
 from tailopt.rounds.settle import EveryoneExcluded
 
-Logger = Callable[[dict[str, Any]], None]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Reporting:
@@ -43,7 +42,7 @@ class Reporting:
         statistics: whether the history has gradient statistics.
         checkpoint_every: rounds between checkpoints.
         keep: how many checkpoints.
-        loggers: called with every row of the history.
+        loggers: told of the run and of every row of its history.
         progress: whether a progress line is shown.
     """
 
@@ -53,7 +52,7 @@ class Reporting:
     statistics: bool = False
     checkpoint_every: int = 1
     keep: int = 3
-    loggers: Sequence[Logger] = ()
+    loggers: Sequence[RowFunction] = ()
     progress: bool = True
 
     def __post_init__(self) -> None:
@@ -113,15 +112,24 @@ class Loop:
                 f"The run has {state.round} rounds already; nothing is left to do.", UserWarning, stacklevel=4
             )
 
-    def go(self, state: GlobalState) -> None:
-        """Run until `rounds` are done, or until something stops it; then the model has the last whole round."""
+    def go(self, state: GlobalState, config: Mapping[str, Any]) -> None:
+        """Run until `rounds` are done, or until something stops it; then the model has the last whole round.
+
+        config: the settings, for loggers.
+        """
+        folder = None if self._run is None else self._run.path
+        name = run_name(folder, self._reporting.title)
+        start = RunStart(name=name, config=config, round=state.round, folder=folder)
         # the round of the last checkpoint; -1 in a run that begins: its state before round 1 is saved first
         saved = state.round if self.history or state.round else -1
         every = self._reporting.checkpoint_every
         try:
             if saved < 0:
                 saved = self._save(state)
-            with RoundProgress(self._reporting.title, state.round, self.rounds, self._reporting.progress) as line:
+            with (
+                told(self._reporting.loggers, start),
+                RoundProgress(self._reporting.title, state.round, self.rounds, self._reporting.progress) as line,
+            ):
                 while state.round < self.rounds:
                     row = self._one_round(state)
                     if self._run is not None and (state.round == self.rounds or state.round % every == 0):

@@ -24,7 +24,7 @@ from tailopt.engines.sequential import PRECISIONS, LocalTraining, Sequential
 from tailopt.engines.vectorized import Vectorized
 from tailopt.evaluation import modes_of, restore_modes
 from tailopt.records.folder import open_run
-from tailopt.records.run_config import storable
+from tailopt.records.run_config import as_stored, storable
 from tailopt.rounds import robust
 from tailopt.rounds.drops import DropChooser
 from tailopt.rounds.hyperparameters import AlgorithmHyperparameters, RuleHyperparameters
@@ -135,7 +135,7 @@ def simulate(
         statistics: count the gradients' coordinates by tensor, into the history.
         run: a folder for configuration, history and checkpoints. `resume` goes on from its last checkpoint.
         checkpoint_every, keep: rounds between checkpoints, and how many are kept.
-        loggers: functions that are given every row of the history.
+        loggers: functions that are given every row of the history, or objects as in `tailopt.loggers`.
         progress: show a line with the loss and the time left.
         describe: further entries of the run folder's configuration; they override entries of the same name.
 
@@ -251,7 +251,7 @@ class Simulation:
                     loop = Loop(engine, self.policy, hyperparameters.outer, auto_thresholds, reporting, run)
                     if records.resume:
                         loop.resume(state)
-                    loop.go(state)
+                    loop.go(state, as_stored(config))
                 finally:
                     if run is not None:
                         run.close()
