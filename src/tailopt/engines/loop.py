@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from tailopt.arguments import check_counts, check_flags, check_function, checked_loggers
+from tailopt.arguments import check_choice, check_counts, check_flags, check_function, checked_loggers
 from tailopt.clipping.step_cache import StepCache
 from tailopt.engines.engine import Engine, Evaluate
+from tailopt.engines.sequential import HISTOGRAMS
 from tailopt.engines.snapshots import check, restore, save
 from tailopt.loggers.protocol import RowFunction, RunStart, run_name, told
 from tailopt.progress import RoundProgress
@@ -39,7 +40,7 @@ class Reporting:
     Args:
         title: of the progress line.
         evaluate: model -> metrics, every `evaluate_every` rounds and after the last.
-        statistics: whether the history has gradient statistics.
+        statistics: whether the history has gradient statistics; "histograms": also their magnitudes.
         checkpoint_every: rounds between checkpoints.
         keep: how many checkpoints.
         loggers: told of the run and of every row of its history.
@@ -49,7 +50,7 @@ class Reporting:
     title: str
     evaluate: Evaluate | None = None
     evaluate_every: int = 1
-    statistics: bool = False
+    statistics: bool | str = False
     checkpoint_every: int = 1
     keep: int = 3
     loggers: Sequence[RowFunction] = ()
@@ -57,7 +58,11 @@ class Reporting:
 
     def __post_init__(self) -> None:
         check_counts(evaluate_every=self.evaluate_every, checkpoint_every=self.checkpoint_every, keep=self.keep)
-        check_flags(statistics=self.statistics, progress=self.progress)
+        check_flags(progress=self.progress)
+        if isinstance(self.statistics, str):
+            check_choice("statistics", self.statistics, (False, True, HISTOGRAMS))
+        else:
+            check_flags(statistics=self.statistics)
         check_function("evaluate", self.evaluate, "a function of the model that returns a mapping of numbers, or None")
         object.__setattr__(self, "loggers", checked_loggers(self.loggers))
 

@@ -36,7 +36,8 @@ class RunFrames:
         nodes: by `round` and `node`: how often it was `drawn`, its local `steps`, its `weight` in the mean, and where
             it did not count the reason (`excluded`), the `tensor`, the `value` and the `bound`, else missing values.
         tensors: by `round` and `tensor`, from `simulate(statistics=True)`: `elements`, `zero`, `below` (raised to d),
-            `above` (cut to u), `nonfinite`, `squares`, `largest`. Empty where nothing was counted.
+            `above` (cut to u), `nonfinite`, `squares`, `largest`; with "histograms" also `octaves.-7` and the like, the
+            coordinates from 2^-7 to 2^-6, and the last `u` and `d`. Empty where nothing was counted.
         times: by `round`, in seconds; `round_seconds` is the whole round. Rounds whose times were lost are missing.
         settings: config.toml, by dotted names such as `settings.ilr`; its name is that of the folder.
         environment: versions, processor, devices.
@@ -138,4 +139,4 @@ def _node_records(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
 def _tensor_records(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     for row in rows:
         for name, counts in row["statistics"].items():
-            yield {"round": row["round"], "tensor": name, **counts}
+            yield {"round": row["round"], "tensor": name, **dict(_flat(counts))}
