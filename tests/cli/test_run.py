@@ -211,7 +211,7 @@ def test_loggers_by_name_write_into_the_run_folder(capsys: pytest.CaptureFixture
     pytest.importorskip("tensorboard", reason="tensorboard is not installed (the extra tensorboard)")
     assert main(["run", *SMALL, *BICLIP, "--log", "tensorboard", "--out", "a"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("checkpoints/, tensorboard/")
-    assert main(["resume", "a", "--rounds", "5", "--log", "tensorboard", "--quiet"]) == 0
+    assert main(["resume", "a", "--rounds", "5", "--loggers", "tensorboard", "--quiet"]) == 0
     assert len([*Path("a/tensorboard").glob("events.out.tfevents.*")]) == 2
     from tests.loggers.test_event_files import read
 

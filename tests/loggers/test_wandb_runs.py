@@ -22,8 +22,7 @@ HEADER, BLOCK = 7, 32768  # of LevelDB's log format, in which wandb frames its r
 
 def records(file: Path) -> Iterator[Any]:
     """The records of an offline file."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
+    proto = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     data, at, parts = file.read_bytes(), HEADER, b""
     while at + 7 <= len(data):
         if BLOCK - at % BLOCK < 7:  # the rest of a block is padding
@@ -33,7 +32,7 @@ def records(file: Path) -> Iterator[Any]:
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last part
-            yield Record.FromString(parts)
+            yield proto.Record.FromString(parts)
             parts = b""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tailopt.cli.config_file import sections
 from tailopt.cli.configuration import resolve
 from tailopt.cli.overrides import Overrides
-from tailopt.cli.run import LOG_HELP, simulate_into
+from tailopt.cli.run import add_log_option, simulate_into
 from tailopt.loggers.named import named_loggers
 from tailopt.records.folder import Run, accept_config, is_run
 from tailopt.records.run_config import CONFIG, describe_difference, parse_config
@@ -41,7 +41,7 @@ def add(commands: Any) -> None:
         action="store_true",
         help="continue with a config.toml that was edited by hand; without this option an edited file is an error",
     )
-    parser.add_argument("--log", metavar="NAMES", default="", help=LOG_HELP)
+    add_log_option(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.set_defaults(command=command, options=None)
 

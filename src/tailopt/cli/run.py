@@ -25,9 +25,10 @@ from tailopt.records.folder import ENVIRONMENT, HISTORY, LOG, TIMES, Run, is_run
 from tailopt.records.identity import RUN
 from tailopt.records.run_config import CONFIG
 
+# The second name is for torchrun, which takes --log for an abbreviation of an option of its own.
+LOG_OPTIONS = {"--log": True, "--loggers": True}
 # Options of the command itself, with whether a value follows; every other --name is a setting.
-OPTIONS = {"--out": True, "--log": True, "--quiet": False, "--help": False}
-LOG_HELP = "tell loggers of the run: tensorboard, wandb, or both with a comma; they write into the run folder"
+OPTIONS = {"--out": True, **LOG_OPTIONS, "--quiet": False, "--help": False}
 EXAMPLE = """\
   tailopt run --task syntoken --algorithm avg-biclip --ilr 0.5 --i_u 0.1 --i_d 0.01 --rounds 20 --out runs/first
   tailopt run runs/first/config.toml --noise none --rounds 10 --out runs/quiet"""
@@ -52,9 +53,15 @@ def add(commands: Any) -> None:
         "file", nargs="?", metavar="FILE.toml", help="a configuration, or the config.toml of a run folder"
     )
     parser.add_argument("--out", metavar="FOLDER", help="the run folder; by default runs/TASK-ALGORITHM")
-    parser.add_argument("--log", metavar="NAMES", default="", help=LOG_HELP)
+    add_log_option(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.set_defaults(command=command, options=OPTIONS)
+
+
+def add_log_option(parser: argparse.ArgumentParser) -> None:
+    """Declare the option that names loggers."""
+    text = "tell loggers of the run: tensorboard, wandb, or both with a comma; they write into the run folder"
+    parser.add_argument(*LOG_OPTIONS, dest="log", metavar="NAMES", default="", help=text)
 
 
 def command(arguments: argparse.Namespace, overrides: Overrides) -> int:

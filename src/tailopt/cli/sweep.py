@@ -16,7 +16,7 @@ from tailopt.arguments import whole_number
 from tailopt.cli.config_file import Tables, sections
 from tailopt.cli.configuration import Configuration, resolve_task_and_run
 from tailopt.cli.overrides import Overrides, apply_overrides
-from tailopt.cli.run import LOG_HELP
+from tailopt.cli.run import LOG_OPTIONS, add_log_option
 from tailopt.cli.run_settings import RunSettings
 from tailopt.cli.setting_values import parse_toml, parse_value
 from tailopt.cli.tables import print_table
@@ -30,7 +30,8 @@ from tailopt.sweeps.trials import SWEEP, TRIALS
 # Options of the command itself, with whether a value follows; every other --name is a setting.
 OPTIONS = {
     **dict.fromkeys(("--space", "--budget", "--seeds", "--report-seeds", "--report_seeds", "--halving"), True),
-    **dict.fromkeys(("--executor", "--workers", "--batch", "--run", "--figure", "--top", "--sampler", "--log"), True),
+    **dict.fromkeys(("--executor", "--workers", "--batch", "--run", "--figure", "--top", "--sampler"), True),
+    **LOG_OPTIONS,
     **dict.fromkeys(("--resume", "--quiet", "--help"), False),
 }
 EXAMPLE = """\
@@ -67,7 +68,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--resume", action="store_true", help="go on with the sweep in that folder")
     parser.add_argument("--figure", metavar="FILE.png", help="draw the budget curve and the metric over every setting")
     parser.add_argument("--top", metavar="N", default="5", help="how many points the table shows")
-    parser.add_argument("--log", metavar="NAMES", default="", help=LOG_HELP)
+    add_log_option(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.set_defaults(command=command, options=OPTIONS)
 

@@ -15,8 +15,8 @@ from tailopt import faults
 from tailopt.cli.config_file import read, sections
 from tailopt.cli.configuration import Configuration, resolve
 from tailopt.cli.overrides import Overrides, apply_overrides
-from tailopt.cli.run import LOG_HELP, files_written
 from tailopt.cli.run import OPTIONS as RUN_OPTIONS
+from tailopt.cli.run import add_log_option, files_written
 from tailopt.cli.tables import format_cell
 from tailopt.distributed import last_words
 from tailopt.distributed.nested_optimizer import NestedOptimizer
@@ -47,7 +47,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--out", metavar="FOLDER", required=True, help="the run folder, shared by all nodes")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, if there is one")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="without a sign of life")
-    parser.add_argument("--log", metavar="NAMES", default="", help=LOG_HELP)
+    add_log_option(parser)
     parser.add_argument("--quiet", action="store_true", help="no line a round")
     parser.set_defaults(command=command, options=OPTIONS)
 
