@@ -63,8 +63,9 @@ def _losses(cells: Sequence[Mapping[str, Any]], points: int) -> list[dict[str, A
             if runs:
                 rounds = range(1, min(map(len, runs)) + 1)
                 columns = [[_number(run[t - 1]) for run in runs] for t in rounds]
-                x, y = thin(list(rounds), [sum(values) / len(values) for values in columns], points)
-                series.append({"name": str(cell["algorithm"]), "x": x, "y": y})
+                means = [sum(values) / len(values) for values in columns]
+                parts = zip(("x", "y", "low", "high"), thin(list(rounds), means, points), strict=False)
+                series.append({"name": str(cell["algorithm"]), **dict(parts)})
         if series:
             charts.append({"title": f"{column}: loss, mean over seeds", "x": "round", "xLog": False, "series": series})
     return charts

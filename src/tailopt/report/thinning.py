@@ -1,7 +1,7 @@
 """Long series in few points, so that a page stays small and what stands out stays visible.
 
-A bucket of rounds keeps its smallest and its largest value, each at its own round: a spike of one round is still there.
-Maps keep the mean of a bucket.
+A stretch of rounds becomes its mean with its smallest and its largest value: a spike of one round is still there. Maps
+keep the mean of a stretch.
 """
 
 from __future__ import annotations
@@ -14,27 +14,23 @@ DIGITS = 6  # of numbers on the page
 
 
 def thin(x: Sequence[float], y: Sequence[float], points: int) -> list[Any]:
-    """Return a series as [x, y] with at most about `points` points; y is None where it is not finite.
+    """Return a series as [x, y]; one of more than so many points as [x, mean, low, high] of stretches.
+
+    What is not finite is None, and left out of a stretch that has other values.
 
     Examples:
-        >>> thin([1, 2, 3, 4, 5, 6], [0.0, 9.0, 1.0, 1.0, 1.0, 2.0], 4)
-        [[1, 2, 4, 6], [0.0, 9.0, 1.0, 2.0]]
         >>> thin([1, 2], [0.5, math.inf], 4)
         [[1, 2], [0.5, None]]
+        >>> thin([1, 2, 3, 4, 5, 6], [0.0, 9.0, 1.5, 1.0, 1.0, 2.0], 4)
+        [[2, 5], [3.5, 1.33333], [0.0, 1.0], [9.0, 2.0]]
     """
     if len(x) <= points:
-        kept: Sequence[int] = range(len(x))
-    else:
-        kept = sorted({i for bucket in buckets(len(x), max(points // 2, 1)) for i in _extremes(bucket, y)})
-    return [[x[i] for i in kept], [rounded(y[i]) for i in kept]]
-
-
-def _extremes(bucket: range, y: Sequence[float]) -> set[int]:
-    """Return where a bucket has its smallest and its largest value; a value that is not finite stands out too."""
-    odd = next((i for i in bucket if not math.isfinite(y[i])), None)
-    if odd is not None:
-        return {odd, min((i for i in bucket if math.isfinite(y[i])), key=lambda i: y[i], default=odd)}
-    return {min(bucket, key=lambda i: y[i]), max(bucket, key=lambda i: y[i])}
+        return [list(x), list(map(rounded, y))]
+    stretches = buckets(len(x), max(points // 2, 1))
+    finite = [[y[i] for i in stretch if math.isfinite(y[i])] or [math.nan] for stretch in stretches]
+    middles = [x[stretch[len(stretch) // 2]] for stretch in stretches]
+    edges = ([rounded(edge(values)) for values in finite] for edge in (min, max))
+    return [middles, [rounded(math.fsum(values) / len(values)) for values in finite], *edges]
 
 
 def buckets(count: int, most: int) -> list[range]:

@@ -38,6 +38,9 @@ const plural = (n, one, many) => `${n} ${n === 1 ? one : many}`;
 const percent = (value) => (value === null || value === undefined ? "–" : `${Number((100 * value).toPrecision(3))} %`);
 const range = ([a, b]) => (a === b ? String(a) : `${a}–${b}`);
 
+// A name with its middle left out: names of tensors differ at both ends
+const shortened = (name, most) => (name.length <= most ? name : `${name.slice(0, Math.ceil(most / 2))}…${name.slice(1 - Math.floor(most / 2))}`);
+
 // Scales
 
 function scale(values, log, from, to, whole = false) {
@@ -235,12 +238,12 @@ function mapChart(title, { rows, columns, colour, text, rowText, caption, wide =
   const cell = Math.max(5, Math.min(18, Math.floor(380 / rows.length)));
   const height = rows.length * cell + 44;
   return figure(title, `A map of ${rows.length} rows and ${columns.length} columns of rounds. Arrow keys move through its cells.`, (plot, width) => {
-    const left = Math.min(190, 14 + 6.2 * Math.max(...rows.map((r) => Math.min(rowText(r).length, 28))));
+    const left = Math.min(260, 14 + 6.2 * Math.max(...rows.map((r) => Math.min(rowText(r).length, 40))));
     const size = (width - left - 12) / columns.length;
     const every = Math.ceil(12 / cell);
     rows.forEach((row, r) => {
       const label = rowText(row);
-      if (r % every === 0) plot.append(svg("text", { x: left - 7, y: r * cell + cell / 2 + 4, "text-anchor": "end" }, label.length > 28 ? `…${label.slice(-27)}` : label));
+      if (r % every === 0) plot.append(svg("text", { x: left - 7, y: r * cell + cell / 2 + 4, "text-anchor": "end" }, shortened(label, 40)));
       for (let c = 0; c < columns.length;) {
         let end = c + 1;
         while (end < columns.length && colour(r, end) === colour(r, c)) end++;

@@ -6,7 +6,7 @@
   const main = document.getElementById("main");
   const counts = [[data.runs.length, "run"], [data.sweeps.length, "sweep"], [data.studies.length, data.studies.length === 1 ? "study" : "studie"]].filter(([n]) => n);
   document.getElementById("subtitle").textContent = `${counts.map(([n, word]) => `${n} ${word}${n === 1 ? "" : "s"}`).join(", ")} · ${data.made}`;
-  document.getElementById("footer").textContent = "Lines of many rounds keep the smallest and the largest value of every stretch. Arrow keys move through a chart that has the focus, Escape leaves it.";
+  document.getElementById("footer").textContent = "Lines of many rounds show the mean of every stretch, and a band from its lowest to its highest value. Arrow keys move through a chart that has the focus, Escape leaves it.";
 
   const sections = [runTable, groupTable, curveSection, settingsSection, clippingSection, nodeSection, timeSection];
   const holders = sections.map(() => el("div"));

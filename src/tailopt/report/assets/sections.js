@@ -96,7 +96,10 @@ function seriesOf(data, state, of) {
     if (state.spread && runs.length > 1) {
       for (const run of runs) found.push({ ...look, name: run.name, x: of(run)[0], y: of(run)[1], faint: true });
       found.push({ ...look, name: group.name, ...meanSeries(runs.map(of)) });
-    } else for (const run of runs) found.push({ ...look, name: runs.length > 1 && run.seed ? `${group.name}, seed ${run.seed}` : data.groups.length === data.runs.length ? group.name : run.name, x: of(run)[0], y: of(run)[1] });
+    } else for (const run of runs) {
+      const [x, y, low, high] = of(run); // low and high: of stretches of rounds, where there are many
+      found.push({ ...look, name: runs.length > 1 && run.seed ? `${group.name}, seed ${run.seed}` : group.name, x, y, low, high });
+    }
   });
   return found;
 }
@@ -121,7 +124,7 @@ function settingsSection(data) {
   const facts = [...new Set(data.runs.flatMap((run) => Object.keys(run.environment)))];
   const where = table(["environment", ...data.runs.map((run) => run.name)], facts.map((name) => [name, ...data.runs.map((run) => run.environment[name] ?? "–")]), { wrap: data.runs.map((_, k) => k + 1) });
   const content = differing.length ? [el("h3", {}, "What differs"), table(["run", ...differing.map(short)], rows)] : [el("p", {}, data.runs.length > 1 ? "All runs have the same settings." : "")];
-  return section("Settings", [], null, content, el("details", {}, el("summary", {}, "All settings, and where the runs were made"), all, el("br"), where));
+  return section("Settings", [], null, content, el("details", { open: data.runs.length === 1 }, el("summary", {}, "All settings, and where the runs were made"), all, el("br"), where));
 }
 
 // Clipping

@@ -8,10 +8,11 @@ function barChart(title, rows, { text = number, caption = "" } = {}) {
     const left = Math.min(200, 14 + 6.6 * Math.max(...rows.map((r) => Math.min(r.name.length, 28))));
     const most = Math.max(...rows.map((r) => r.parts.reduce((sum, p) => sum + p.value, 0)), 1e-12);
     const x = scale([0, most], false, left, width - 14);
-    for (const v of x.ticks) plot.append(svg("line", { class: "grid-line", x1: x.at(v), x2: x.at(v), y1: 0, y2: rows.length * line }), svg("text", { x: x.at(v), y: rows.length * line + 16, "text-anchor": "middle" }, text(v)));
+    const ticks = text === seconds && most >= 120 ? linearTicks(0, most / 60).map((v) => v * 60) : x.ticks;
+    for (const v of ticks) plot.append(svg("line", { class: "grid-line", x1: x.at(v), x2: x.at(v), y1: 0, y2: rows.length * line }), svg("text", { x: x.at(v), y: rows.length * line + 16, "text-anchor": "middle" }, text(v)));
     const cells = [];
     rows.forEach((row, r) => {
-      plot.append(svg("text", { x: left - 7, y: r * line + 19, "text-anchor": "end" }, row.name.length > 28 ? `…${row.name.slice(-27)}` : row.name));
+      plot.append(svg("text", { x: left - 7, y: r * line + 19, "text-anchor": "end" }, shortened(row.name, 28)));
       let from = 0;
       for (const part of row.parts) {
         const rect = svg("rect", { class: "mark", x: x.at(from), y: r * line + 4, width: Math.max(0, x.at(from + part.value) - x.at(from)), height: line - 10, style: { fill: part.colour } });
