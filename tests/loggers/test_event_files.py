@@ -90,7 +90,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("tensorboard.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ImportError, match="Event files need tensorboard: .*pip install"):
+    with pytest.raises(ImportError, match=r"Event files need tensorboard 2.14 or newer .*: .*pip install"):
         TensorBoard()
 
 

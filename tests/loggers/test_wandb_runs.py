@@ -119,5 +119,11 @@ def test_only_node_0_writes(tmp_path: Path) -> None:
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match="Runs of Weights & Biases need wandb: .*pip install"):
+    with pytest.raises(ImportError, match=r"Runs of Weights & Biases need wandb 0.20 or newer .*: .*pip install"):
+        WandB()
+
+
+def test_an_old_package_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.15.1")
+    with pytest.raises(ImportError, match=r"need wandb 0.20 or newer .* and 0.15.1 is installed: .*--upgrade wandb"):
         WandB()

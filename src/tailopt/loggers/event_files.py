@@ -19,6 +19,7 @@ from tailopt.optional import require
 from tailopt.records.run_config import by_dotted_name
 
 FOLDER = "tensorboard"
+SENTENCE = "Event files need tensorboard"
 FLUSH_S = 5  # the most that a kill costs
 DOUBLE, TEXT = 2, 7  # the types of tensors in event files: DT_DOUBLE and DT_STRING
 
@@ -41,7 +42,7 @@ class TensorBoard:
         self._writer: Any = None
         self._known: set[str] = set()  # tags whose metadata the file has
         self._closed_at_exit: Any = None
-        _module("summary.writer.event_file_writer")  # before anything begins
+        require("tensorboard", SENTENCE, extra="tensorboard", at_least="2.14")  # before anything begins
 
     def begin(self, run: RunStart) -> None:
         """Open an event file; only on node 0."""
@@ -94,4 +95,4 @@ class TensorBoard:
 
 
 def _module(name: str) -> Any:
-    return require(f"tensorboard.{name}", "Event files need tensorboard", extra="tensorboard")
+    return require(f"tensorboard.{name}", SENTENCE, extra="tensorboard")

@@ -40,7 +40,7 @@ class WandB:
         mode: str = "offline",
         **options: Any,
     ) -> None:
-        self._wandb = require("wandb", "Runs of Weights & Biases need wandb", extra="wandb")
+        self._wandb = require("wandb", "Runs of Weights & Biases need wandb", extra="wandb", at_least="0.20")
         self._project, self._folder, self._mode, self._options = project, folder, mode, options
         self._run: Any = None
 
