@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def simulated(folder: Path, algorithm: tailopt.Algorithm, seed: int, **more: Any
 
 def study(folder: Path) -> None:
     """What a comparison leaves."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     budget = [{"trials": n, "mean": 1 / n, "median": 1 / n, "low": 0.9 / n, "high": 1.2 / n} for n in (1, 5, 20)]
     runs = [{"seed": seed, "metrics": {"accuracy": 0.9}, "curve": [], "losses": [1.0, 0.5, 0.4]} for seed in (0, 1)]
     cells = [
@@ -61,6 +62,8 @@ def everything(folder: Path) -> Path:
         "gaussian", "bi2clip", space={"ilr": [0.01, 0.1, 0.3], "i_u": [0.5, 1.0]}, settings=FIXED,
         seeds=1, report_seeds=2, rounds=3, progress=False, run=folder / "sweep",
     )  # fmt: skip
+    for name in ("second", "third", "fourth"):
+        shutil.copytree(folder / "sweep", folder / name)
     study(folder / "study")
     return folder
 

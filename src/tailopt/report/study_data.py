@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,15 @@ def study_data(folder: Path, name: str, points: int) -> dict[str, Any]:
 
 
 def markdown_blocks(text: str) -> list[dict[str, Any]]:
-    """Cut a page of Markdown into headings, tables and paragraphs; marks inside a line stay as they are.
+    """Cut a page of Markdown into headings, tables and paragraphs; marks inside a line (* and `) are left out.
 
     Examples:
-        >>> markdown_blocks("# Title\\n\\n| a | b |\\n| --- | --: |\\n| 1 | 2 |\\n\\nA line\\nand more.")
+        >>> markdown_blocks("# Title\\n\\n| a | b |\\n| --- | --: |\\n| *1* | 2 |\\n\\nA `line`\\nand more.")
         [{'heading': 'Title'}, {'table': [['a', 'b'], ['1', '2']]}, {'text': 'A line and more.'}]
     """
     blocks: list[dict[str, Any]] = []
-    for part in filter(None, (part.strip() for part in text.split("\n\n"))):
+    plain = re.sub(r"\*{1,2}([^*\n]+)\*{1,2}|`([^`\n]*)`", lambda found: found[1] or found[2], text)
+    for part in filter(None, (part.strip() for part in plain.split("\n\n"))):
         lines = part.splitlines()
         if lines[0].startswith("#"):
             blocks.append({"heading": lines[0].lstrip("# ")})

@@ -72,9 +72,9 @@ function logTicks(low, high) {
 
 // What all charts share: a title, an SVG that follows the width, a cross-hair for the mouse and the arrow keys
 
-function figure(title, description, draw, { height = 240, caption = "", wide = false } = {}) {
+function figure(title, description, draw, { height = 240, caption = "", wide = false, key = null } = {}) {
   const plot = svg("svg", { height, tabindex: 0, role: "img", "aria-label": `${title}. ${description}` });
-  const node = el("figure", { class: wide ? "chart wide" : "chart" }, el("h3", {}, title), plot, caption ? el("figcaption", {}, caption) : null);
+  const node = el("figure", { class: wide ? "chart wide" : "chart" }, el("h3", {}, title), key, plot, caption ? el("figcaption", {}, caption) : null);
   let width = 0;
   const redraw = () => {
     plot.replaceChildren();
@@ -144,7 +144,7 @@ function lineChart(title, series, options = {}) {
   const described = `${series.filter((s) => !s.faint).length} lines. Arrow keys move along the ${xLabel}.`;
   return figure(title, described, (plot, width, height) => {
     const named = labels && width > 420 ? series.filter((s) => !s.faint) : [];
-    const labelled = named.length > 1 && named.length <= 7;
+    const labelled = named.length > 1 && named.length <= MOST_LABELS;
     const room = labelled ? Math.min(150, 14 + 6.4 * Math.max(...named.map((s) => Math.min(s.name.length, 22)))) : 12;
     const frame = { left: 52, right: width - room, top: 12, bottom: height - 36 };
     const x = scale(series.flatMap((s) => s.x), xLog, frame.left, frame.right, true);
@@ -185,8 +185,11 @@ function lineChart(title, series, options = {}) {
         return { title: `${xLabel} ${number(place)}`, rows };
       },
     };
-  }, options);
+  }, { ...options, key: options.key && series.length > MOST_LABELS ? lineKey(series) : null });
 }
+const MOST_LABELS = 7;
+// Where lines are too many to be labelled at their ends, and no table above names their colours
+const lineKey = (series) => el("div", { class: "legend" }, series.map((s) => el("span", {}, el("span", { class: "swatch", style: { "border-color": s.colour, "border-top-style": s.dash ? "dashed" : "solid" } }), s.name)));
 function spansDecades(series) {
   const values = series.flatMap((s) => s.y).filter((v) => v !== null);
   return values.length > 0 && Math.min(...values) > 0 && Math.max(...values) > 10 * Math.min(...values);

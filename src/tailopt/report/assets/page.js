@@ -25,7 +25,7 @@
   function mark() {
     main.querySelectorAll("input, select, button").forEach((node, k) => node.setAttribute("data-key", k));
   }
-  main.append(...data.notices.map((text) => el("p", { class: "notice" }, text)), ...holders, ...sweepSections(data).filter(Boolean), ...studySections(data).filter(Boolean));
+  main.append(...data.notices.map((text) => el("p", { class: "notice" }, text)), ...holders, ...studySections(data).filter(Boolean), ...sweepSections(data).filter(Boolean));
   update();
   document.documentElement.setAttribute("data-drawn", "true");
 })();

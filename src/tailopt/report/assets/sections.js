@@ -201,8 +201,8 @@ function sweepSections(data) {
   if (!data.sweeps.length) return [];
   const comparable = new Set(data.sweeps.map((s) => s.metric)).size === 1;
   const lines = data.sweeps.map((s, k) => ({ name: s.name, colour: groupColour(k), dash: groupDash(k), x: s.budget.map((p) => p[0]), y: s.budget.map((p) => p[1]), low: s.budget.map((p) => p[2]), high: s.budget.map((p) => p[3]) }));
-  const budget = (series, title) => lineChart(title, series, { xLog: true, xLabel: "points tried", height: 260, wide: true });
-  const together = comparable && lines.length > 1 ? section("What fewer points would have found", [], `The best ${data.sweeps[0].metric} of so many points, drawn at random from those that were tried: the median and the quartiles.`, budget(lines, `best ${data.sweeps[0].metric}`)) : null;
+  const budget = (series, title) => lineChart(title, series.length > 4 ? series.map((s) => ({ ...s, low: undefined, high: undefined })) : series, { xLog: true, xLabel: "points tried", height: 260, wide: true, key: true });
+  const together = comparable && lines.length > 1 ? section("What fewer points would have found", [], `The best ${data.sweeps[0].metric} of so many points, drawn at random from those that were tried: the median${lines.length > 4 ? "" : " and the quartiles"}.`, budget(lines, `best ${data.sweeps[0].metric}`)) : null;
   const each = data.sweeps.map((s, k) => {
     if (!s.rows.length) return section(`Sweep ${s.name}`, [], null, el("p", {}, "No trial is recorded yet."));
     const rows = s.rows.slice(0, 10).map((row, place) => [place + 1, row.number, ...row.settings.map((v) => (typeof v === "number" ? number(v) : v)), `${number(row.value)}${row.spread === null ? "" : ` ± ${Number(row.spread.toPrecision(2))}`}`, row.ended ? `ended after round ${row.rounds}` : ""]);
@@ -210,12 +210,18 @@ function sweepSections(data) {
     const points = s.rows.map((row) => ({ ...row, values: row.settings }));
     return section(`Sweep ${s.name}`, [], `${s.algorithm}, ${s.points} points by ${s.metric} on the tuning seeds; ${s.lower ? "lower" : "higher"} is better. ${fresh}`, parallelChart("All points; the best one stands out", s.settings, points, s.metric, s.lower), together ? null : budget([lines[k]], `best ${s.metric} of so many points`), el("h3", {}, "Best points"), table(["place", "point", ...s.settings, s.metric, "note"], rows, { numeric: [0, 1] }));
   });
-  return [together, ...each];
+  return [together, ...(each.length > 3 ? [section(`${each.length} sweeps`, [], null, each.map((one) => folded(one)))] : each)];
+}
+// A section in a line that opens it
+function folded(one) {
+  const title = one.querySelector("h2").textContent;
+  one.querySelector(".head").remove();
+  return el("details", {}, el("summary", {}, title), [...one.children]);
 }
 function studySections(data) {
   return data.studies.map((study) => {
     const blocks = study.blocks.map((block) => (block.table ? table(block.table[0], block.table.slice(1)) : block.heading ? el("h3", {}, block.heading) : el("p", {}, block.text)));
-    const curves = study.curves.map((chart) => lineChart(chart.title, chart.series.map((s, k) => ({ ...s, colour: groupColour(k), dash: groupDash(k) })), { xLog: chart.xLog, xLabel: chart.x, height: 260 }));
+    const curves = study.curves.map((chart) => lineChart(chart.title, chart.series.map((s, k) => ({ ...s, colour: groupColour(k), dash: groupDash(k) })), { xLog: chart.xLog, xLabel: chart.x, height: 260, key: true }));
     return section(`Study ${study.name}`, [], null, curves.length ? el("div", { class: "grid" }, curves) : null, blocks);
   });
 }
