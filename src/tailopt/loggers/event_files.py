@@ -32,9 +32,14 @@ class TensorBoard:
             own in it. After a resume TensorBoard hides the rounds that run again.
 
     Examples:
-        >>> import tailopt.loggers
-        >>> logger = tailopt.loggers.TensorBoard("logs/first")  # doctest: +SKIP
-        >>> tailopt.simulate(model, algorithm, ..., loggers=[logger])  # doctest: +SKIP
+        >>> import tempfile, torch, tailopt
+        >>> from tailopt.loggers import TensorBoard
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = tailopt.simulate(torch.nn.Linear(2, 1), tailopt.algorithm("avg-sgd", ilr=0.1), nodes=3, rounds=2,
+        ...                      loss=lambda model, batch: model(batch).square().mean(), local_steps=1,
+        ...                      batches=lambda *_: torch.ones(4, 2), progress=False, loggers=[TensorBoard(folder)])
+        >>> [file.name[:19] for file in Path(folder).iterdir()]
+        ['events.out.tfevents']
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:

@@ -27,9 +27,15 @@ class WandB:
     runs of one group.
 
     Examples:
-        >>> import tailopt.loggers
-        >>> logger = tailopt.loggers.WandB("my-project")  # doctest: +SKIP
-        >>> tailopt.simulate(model, algorithm, ..., loggers=[logger])  # doctest: +SKIP
+        >>> from tailopt.loggers import RunStart, WandB
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> logger = WandB("my-project", folder=folder, tags=["first"])
+        >>> logger.begin(RunStart(name="first", config={"rounds": 1}))  # as `simulate` does with loggers=[logger]
+        >>> logger({"round": 1, "loss": 0.5})
+        >>> logger.end()
+        >>> len(list(folder.glob("wandb/offline-run-*")))
+        1
     """
 
     def __init__(
