@@ -146,7 +146,8 @@ class NodeRecords:
         config = as_stored(storable(self._config))
         run = RunStart(name=name, config=config, round=node.round, folder=folder, node=rank)
         begin(self.options.loggers, run)
-        atexit.register(self._end_loggers)
+        if self.options.loggers:
+            atexit.register(self._end_loggers)
 
     def tell(self, row: dict[str, Any]) -> None:
         """Give a row of the history to the loggers."""
