@@ -63,7 +63,7 @@ def test_a_room_imports_only_rooms_above_it(path):
 
 
 # The library without these could be a wheel of its own; only the command line needs them.
-REPRODUCTION = {"tasks", "sweeps", "figures", "studies"}
+REPRODUCTION = {"tasks", "sweeps", "figures", "studies", "report"}
 LIBRARY = [path for path in FILES if room_of(path) not in {*REPRODUCTION, "cli"} and path.name != "__main__.py"]
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -70,3 +73,52 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         bar.show({"round": 3, "loss": 0.5, "participants": [0, 1], "excluded": []})
     shown = capsys.readouterr().err
     assert "bi2clip" in shown and "3/4" in shown and "loss 0.5, 2 nodes" in shown
+
+
+# What a notebook sees: cells run in a kernel of its own, as Jupyter runs them.
+
+
+def messages_of_a_cell(code: str) -> list[tuple[str, str]]:
+    """The outputs of a cell: the kind of message and its text."""
+    manager = pytest.importorskip("jupyter_client.manager", reason="jupyter_client is not installed")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+    kernel, client = manager.start_new_kernel(startup_timeout=60)
+    said: list[tuple[str, str]] = []
+
+    def note(message: dict[str, Any]) -> None:
+        content, kind = message["content"], message["msg_type"]
+        if kind in ("display_data", "update_display_data"):
+            said.append((kind, content["data"]["text/plain"]))
+        elif kind in ("stream", "error"):
+            said.append((kind, content.get("text") or str(content)))
+
+    try:
+        client.execute_interactive(code, timeout=60, output_hook=note)
+    finally:
+        client.stop_channels()
+        kernel.shutdown_kernel(now=True)
+    return said
+
+
+def test_a_notebook_has_one_line_that_changes() -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parents[1] / "src")!r})
+from tailopt.progress import Progress, in_notebook
+assert in_notebook()
+with Progress(True, seconds_between_lines=0.0) as bar:
+    for done in range(3):
+        bar.update(done, 3, f"cell {{done}}")
+    bar.update(3, 3, "done")
+"""
+    kinds = ["display_data", *["update_display_data"] * 3]
+    texts = ["0/3  cell 0", "1/3  cell 1", "2/3  cell 2", "3/3  done"]
+    assert messages_of_a_cell(code) == list(zip(kinds, texts, strict=True))
+
+
+def test_a_script_that_imports_ipython_is_no_notebook(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
+    with Progress(True) as bar:
+        bar.update(1, 1, "done")
+    assert capsys.readouterr().err == "1/1  done\n"

@@ -1,4 +1,5 @@
-"""How far a run or a study is, on stderr: a bar in a terminal where rich is installed, else a line every few seconds.
+"""How far a run or a study is: a bar in a terminal where rich is installed, one line that changes in place in a
+notebook, else a line on stderr every few seconds.
 
 `Progress` counts anything; `RoundProgress` counts rounds and shows the loss, how many nodes counted, and the time left.
 """
@@ -27,9 +28,12 @@ class Progress:
         self._shown, self._seconds_between_lines, self._keep_bar = shown, seconds_between_lines, keep_bar
         self._last_line = float("-inf")
         self._bar: Any = None
+        self._notebook: _NotebookLine | None = None
 
     def __enter__(self: _P) -> _P:
-        if self._shown and sys.stderr.isatty():
+        if self._shown and in_notebook():
+            self._notebook = _NotebookLine()
+        elif self._shown and sys.stderr.isatty():
             self._bar = _rich_bar(self._keep_bar)
         if self._bar is not None:
             self._bar.start()
@@ -51,9 +55,17 @@ class Progress:
             return
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total, description=title, text=text)
-        elif last or time.monotonic() - self._last_line >= self._seconds_between_lines:
+        elif last or time.monotonic() - self._last_line >= self._between_lines:
             self._last_line = time.monotonic()
-            print(line, file=sys.stderr, flush=True)
+            if self._notebook is not None:
+                self._notebook.show(line)
+            else:
+                print(line, file=sys.stderr, flush=True)
+
+    @property
+    def _between_lines(self) -> float:
+        """Seconds; fewer in a notebook, where a line takes the place of the one before."""
+        return min(self._seconds_between_lines, 0.5) if self._notebook is not None else self._seconds_between_lines
 
 
 class RoundProgress(Progress):
@@ -78,6 +90,29 @@ class RoundProgress(Progress):
         seconds = (time.monotonic() - self._start) / (done - self._first) * (self._rounds - done)
         line = f"{self._title}: round {done}/{self._rounds}, {text}, about {seconds:.0f} s left"
         self._show(done, self._rounds, text, line=line, title=self._title)
+
+
+def in_notebook() -> bool:
+    """Whether this process runs the cells of a notebook: then IPython is loaded, and its shell has a kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None
+
+
+class _NotebookLine:
+    """One line below the cell that is running; further ones take its place."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def show(self, text: str) -> None:
+        from IPython.display import display
+
+        content = {"text/plain": text}
+        if self._handle is None:
+            self._handle = display(content, raw=True, display_id=True)
+        else:
+            self._handle.update(content, raw=True)
 
 
 def _rich_bar(keep: bool) -> Any:

@@ -205,3 +205,21 @@ def test_warnings_are_lines(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().err
     assert all(line.startswith("warning: adam2") for line in printed.splitlines())
     assert math.isfinite(Run.open("b").history()[-1]["loss"])
+
+
+def test_loggers_by_name_write_into_the_run_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed (the extra tensorboard)")
+    assert main(["run", *SMALL, *BICLIP, "--log", "tensorboard", "--out", "a"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("checkpoints/, tensorboard/")
+    assert main(["resume", "a", "--rounds", "5", "--loggers", "tensorboard", "--quiet"]) == 0
+    assert len([*Path("a/tensorboard").glob("events.out.tfevents.*")]) == 2
+    from tests.loggers.test_event_files import read
+
+    losses = {row["round"]: row["loss"] for row in Run.open("a").history()}
+    assert read(Path("a/tensorboard"))[0]["loss"] == losses and len(losses) == 5
+
+
+def test_an_unknown_logger(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *SMALL, *BICLIP, "--log", "tensorbord", "--out", "a"]) == 2
+    assert "Invalid log: 'tensorbord'; need one of 'tensorboard', 'wandb'." in capsys.readouterr().err
+    assert not Path("a").exists()

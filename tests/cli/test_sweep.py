@@ -74,3 +74,14 @@ def test_it_is_what_the_library_finds(capsys: pytest.CaptureFixture[str]) -> Non
 def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", *SMALL, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_loggers_by_name_write_into_the_folder_of_the_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed (the extra tensorboard)")
+    Path("a.toml").write_text(FILE)
+    words = ["--budget", "2", "--seeds", "1", "--report-seeds", "1", "--quiet", "--log", "tensorboard"]
+    assert main(["sweep", "a.toml", *words]) == 2
+    assert "Invalid log: 'tensorboard' needs a folder to write to. Give it: --run FOLDER." in capsys.readouterr().err
+    assert main(["sweep", "a.toml", *words, "--run", "runs/a"]) == 0
+    assert len([*Path("runs/a/tensorboard").iterdir()]) == 3
+    assert main(["sweep", "a.toml", *words, "--run", "runs/a", "--resume"]) == 0

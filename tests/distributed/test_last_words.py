@@ -228,12 +228,12 @@ def test_without_a_limit_it_is_waited_for_and_named_in_a_warning(server: forked.
 
 def slow(rank: int, run: str) -> None:
     """Node 1 takes its time in every step."""
-    net = nn.Linear(5, 3)
+    net = nn.Linear(50, 30)
     algorithm = tailopt.algorithm("avg-biclip", ilr=0.05, i_u=1.0, i_d=0.1)
     opt = tailopt.NestedOptimizer.from_algorithm(net, algorithm, local_steps=2, rounds=3, run=run)
     while not opt.finished:
         opt.zero_grad()
-        net(torch.randn(4, 5)).square().mean().backward()
+        net(torch.randn(4, 50)).square().mean().backward()
         time.sleep(0.2 if rank == 1 else 0.0)
         opt.step()
 
@@ -245,3 +245,13 @@ def test_the_slowest_node_is_named_in_the_log(server: forked.Server, tmp_path: P
     assert re.search(r"round 1: node 1 is the slowest: its local steps took 0\.4\d* s, and", line), line
     times = [json.loads(text) for text in (tmp_path / "run" / "times.jsonl").read_text().splitlines()]
     assert [row["slowest_node"] for row in times] == [1, 1, 1]
+    for row in times:
+        phases = {name: row[name] for name in ("local", "wait", "exchange", "outer", "checkpoint")}
+        assert min(phases.values()) >= 0.0
+        # node 0 waits for most of what the slowest node trains
+        assert phases["local"] >= 0.4 and 0.3 <= phases["wait"] <= phases["local"]
+        without_waiting = sum(phases.values()) - phases["wait"]
+        assert without_waiting <= row["round_seconds"] + 0.05, row
+        # node 0 sends what the others reduce of its displacement, and its part of the new weights to both of them
+        elements = 50 * 30 + 30
+        assert 4 * elements < row["bytes_sent"] <= 2 * 4 * elements + 4000, row

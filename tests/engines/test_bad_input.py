@@ -98,7 +98,7 @@ class Endless(IterableDataset[Any]):
         ({"guard": "x"}, "Invalid guard: 'x'; need True or False"),
         ({"guard": None}, "Invalid guard: None"),
         ({"average": "x"}, "Invalid average: 'x'; need True or False"),
-        ({"statistics": "complete"}, "Invalid statistics: 'complete'; need True or False"),
+        ({"statistics": "complete"}, "Invalid statistics: 'complete'; need one of False, True, 'histograms'"),
         ({"progress": "yes"}, "Invalid progress: 'yes'"),
         ({"local_steps": 0}, "Invalid local_steps: 0"),
         ({"local_steps": -1}, "Invalid local_steps: -1"),

@@ -96,6 +96,62 @@ def test_a_folder_and_looking_on_change_nothing(tmp_path: Path) -> None:
     assert [row["round"] for row in Run.open(tmp_path).times()] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_times_by_phase_add_up_to_the_time_of_the_run(engine: str, tmp_path: Path) -> None:
+    def slow_batches(node: int, round: int, step: int, generator: torch.Generator) -> Tensor:
+        time.sleep(0.002)
+        return batches(node, round, step, generator)
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        time.sleep(0.02)
+        return {"error": 0.5}
+
+    began = time.perf_counter()
+    simulate(
+        engine=engine, batches=slow_batches, nodes=NODES, run=tmp_path, evaluate=evaluate, evaluate_every=2,
+        loggers=[lambda row: time.sleep(0.01)],
+    )  # fmt: skip
+    took = time.perf_counter() - began
+    first, second, third = Run.open(tmp_path).times()
+    phases = {"local", "mean", "outer", "evaluate", "checkpoint"}
+    assert {*second} == {"round", "round_seconds", *phases}
+    for row in (first, second, third):
+        assert row["local"] >= 2 * NODES * 0.002, "two local steps on every node wait for their batch"
+        assert sum(row[phase] for phase in phases) <= row["round_seconds"]
+    assert second["evaluate"] >= 0.02 and third["evaluate"] >= 0.02 > first["evaluate"]
+    # a logger is called after its round was recorded: its time is in the next row, and in no phase
+    assert second["round_seconds"] - sum(second[phase] for phase in phases) >= 0.01
+    assert sum(row["round_seconds"] for row in (first, second, third)) <= took
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_histograms_count_every_coordinate_by_its_magnitude(engine: str) -> None:
+    """One local step of one node whose gradient is known: 2 w, for the loss |w|^2."""
+    weights = torch.tensor([[0.0, 0.75, -3.0, 0.25, 1e-3]])
+    model = nn.Linear(5, 1, bias=False)
+    model.weight.data.copy_(weights)
+    result = tailopt.simulate(
+        model, BICLIP, loss=lambda m, batch: m.weight.square().sum() + 0 * batch.sum(), nodes=2, rounds=1,
+        batches=lambda *_: torch.ones(1), local_steps=1, statistics="histograms", engine=engine, progress=False,
+    )  # fmt: skip
+    [row] = result.history
+    counts = row["statistics"]["weight"]
+    # |g| = 0, 1.5, 6, 0.5, 2e-3 on both nodes; zeros are in no octave
+    assert counts["octaves"] == {"0": 2, "2": 2, "-1": 2, "-9": 2}
+    assert (counts["u"], counts["d"], counts["zero"], counts["above"]) == (1.0, 0.01, 2, 4)
+    plain = simulate(statistics=True, engine=engine).history
+    for with_histograms, without in zip(simulate(statistics="histograms", engine=engine).history, plain, strict=True):
+        for tensor in with_histograms["statistics"].values():
+            assert sum(tensor.pop("octaves").values()) == tensor["elements"] - tensor["zero"]
+            assert {tensor.pop("u"), tensor.pop("d")} == {1.0, 0.01}
+        assert with_histograms == without
+
+
+def test_unknown_statistics() -> None:
+    with pytest.raises(ValueError, match="Invalid statistics: 'all'; need one of False, True, 'histograms'"):
+        simulate(statistics="all")
+
+
 def test_what_a_result_holds() -> None:
     result = simulate(seed=7)
     assert result.seed == 7 and result.algorithm is BICLIP and result.average is None

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from tailopt.cli import compare, diagnose, list, resume, run, study, sweep, train, verify
+from tailopt.cli import compare, diagnose, list, report, resume, run, study, sweep, train, verify
 from tailopt.cli.overrides import Overrides, split_arguments
 from tailopt.cli.run_settings import RunSettings
 
@@ -24,6 +24,7 @@ COMMANDS = {
     "resume": resume,
     "compare": compare,
     "list": list,
+    "report": report,
     "study": study,
     "diagnose": diagnose,
     "sweep": sweep,

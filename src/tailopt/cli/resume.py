@@ -11,7 +11,8 @@ from typing import Any
 from tailopt.cli.config_file import sections
 from tailopt.cli.configuration import resolve
 from tailopt.cli.overrides import Overrides
-from tailopt.cli.run import simulate_into
+from tailopt.cli.run import add_log_option, simulate_into
+from tailopt.loggers.named import named_loggers
 from tailopt.records.folder import Run, accept_config, is_run
 from tailopt.records.run_config import CONFIG, describe_difference, parse_config
 
@@ -26,7 +27,7 @@ def add(commands: Any) -> None:
         "resume",
         help="continue a run from its last checkpoint",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="tailopt resume FOLDER [--rounds N] [--accept-config] [--quiet]",
+        usage="tailopt resume FOLDER [--rounds N] [--accept-config] [--log NAMES] [--quiet]",
         description="Continue a run from its last checkpoint with the configuration in its folder. The history\n"
         "equals that of an uninterrupted run bit for bit, also after Ctrl-C or a kill.",
         epilog=f"example:\n{EXAMPLE}",
@@ -40,6 +41,7 @@ def add(commands: Any) -> None:
         action="store_true",
         help="continue with a config.toml that was edited by hand; without this option an edited file is an error",
     )
+    add_log_option(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.set_defaults(command=command, options=None)
 
@@ -62,7 +64,7 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
             f"Invalid rounds: got {rounds}; {run.path} has {done} already. Give more: --rounds {2 * done}."
         )
     extended = dataclasses.replace(configuration, run=dataclasses.replace(configuration.run, rounds=rounds))
-    return simulate_into(run.path, extended, resume=True, quiet=arguments.quiet)
+    return simulate_into(run.path, extended, named_loggers(arguments.log), resume=True, quiet=arguments.quiet)
 
 
 def _accept(folder: Path) -> None:

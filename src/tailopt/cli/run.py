@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,16 @@ from tailopt.cli.setting_names import SECTIONS, section_keys
 from tailopt.cli.tables import format_cell
 from tailopt.engines.replay import DIGESTS
 from tailopt.engines.simulate import simulate
+from tailopt.loggers.named import named_loggers
+from tailopt.loggers.protocol import Logger
 from tailopt.records.folder import ENVIRONMENT, HISTORY, LOG, TIMES, Run, is_run
 from tailopt.records.identity import RUN
 from tailopt.records.run_config import CONFIG
 
+# The second name is for torchrun, which takes --log for an abbreviation of an option of its own.
+LOG_OPTIONS = {"--log": True, "--loggers": True}
 # Options of the command itself, with whether a value follows; every other --name is a setting.
-OPTIONS = {"--out": True, "--quiet": False, "--help": False}
+OPTIONS = {"--out": True, **LOG_OPTIONS, "--quiet": False, "--help": False}
 EXAMPLE = """\
   tailopt run --task syntoken --algorithm avg-biclip --ilr 0.5 --i_u 0.1 --i_d 0.01 --rounds 20 --out runs/first
   tailopt run runs/first/config.toml --noise none --rounds 10 --out runs/quiet"""
@@ -49,19 +53,29 @@ def add(commands: Any) -> None:
         "file", nargs="?", metavar="FILE.toml", help="a configuration, or the config.toml of a run folder"
     )
     parser.add_argument("--out", metavar="FOLDER", help="the run folder; by default runs/TASK-ALGORITHM")
+    add_log_option(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.set_defaults(command=command, options=OPTIONS)
+
+
+def add_log_option(parser: argparse.ArgumentParser) -> None:
+    """Declare the option that names loggers."""
+    text = "tell loggers of the run: tensorboard, wandb, or both with a comma; they write into the run folder"
+    parser.add_argument(*LOG_OPTIONS, dest="log", metavar="NAMES", default="", help=text)
 
 
 def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     """Resolve the configuration and run it."""
     tables = read(arguments.file) if arguments.file is not None else sections({})
     configuration = resolve(apply_overrides(tables, overrides))
+    loggers = named_loggers(arguments.log)
     folder = _choose_folder(arguments.out, configuration)
-    return simulate_into(folder, configuration, resume=False, quiet=arguments.quiet)
+    return simulate_into(folder, configuration, loggers, resume=False, quiet=arguments.quiet)
 
 
-def simulate_into(folder: Path, configuration: Configuration, resume: bool, quiet: bool) -> int:
+def simulate_into(
+    folder: Path, configuration: Configuration, loggers: Sequence[Logger], resume: bool, quiet: bool
+) -> int:
     """Simulate a configuration into a run folder and print the result; returns the exit code."""
     task, seed = configuration.build_task(), configuration.run.seed
     assert configuration.run.nodes is not None  # `resolve` sets it
@@ -79,6 +93,7 @@ def simulate_into(folder: Path, configuration: Configuration, resume: bool, quie
             schedules=configuration.build_schedules() or None,
             run=folder,
             resume=resume,
+            loggers=loggers,
             progress=not quiet,
             describe=configuration.record(),
             **_simulate_arguments(configuration),
@@ -139,7 +154,7 @@ def _summary(folder: Path) -> str:
 
 def files_written(folder: Path) -> str:
     """A line that names what a run wrote into its folder, in the order in which a user would open it."""
-    names = (CONFIG, RUN, ENVIRONMENT, HISTORY, TIMES, DIGESTS, LOG, "checkpoints/")
+    names = (CONFIG, RUN, ENVIRONMENT, HISTORY, TIMES, DIGESTS, LOG, "checkpoints/", "tensorboard/", "wandb/")
     return f"wrote {folder}: {', '.join(name for name in names if (folder / name).exists())}"
 
 

@@ -39,7 +39,7 @@ class RunSettings:
     precision: str | None = None
     seed: int = 0
     evaluate_every: int = 1
-    statistics: bool = False
+    statistics: bool | str = False  # or "histograms"
     checkpoint_every: int = 1
     keep: int = 3
 
@@ -58,4 +58,4 @@ class RunSettings:
 
 def is_switch(name: str) -> bool:
     """Whether a setting is true or false, so that the command line may name it without a value."""
-    return typing.get_type_hints(RunSettings).get(name) is bool
+    return typing.get_type_hints(RunSettings).get(name) in (bool, bool | str)

@@ -16,10 +16,12 @@ from tailopt.arguments import whole_number
 from tailopt.cli.config_file import Tables, sections
 from tailopt.cli.configuration import Configuration, resolve_task_and_run
 from tailopt.cli.overrides import Overrides, apply_overrides
+from tailopt.cli.run import LOG_OPTIONS, add_log_option
 from tailopt.cli.run_settings import RunSettings
 from tailopt.cli.setting_values import parse_toml, parse_value
 from tailopt.cli.tables import print_table
 from tailopt.figures.style import check_figure_file
+from tailopt.loggers.named import named_loggers
 from tailopt.sweeps.executors import EXECUTORS
 from tailopt.sweeps.result import SweepResult
 from tailopt.sweeps.sweep import SAMPLERS, sweep
@@ -29,6 +31,7 @@ from tailopt.sweeps.trials import SWEEP, TRIALS
 OPTIONS = {
     **dict.fromkeys(("--space", "--budget", "--seeds", "--report-seeds", "--report_seeds", "--halving"), True),
     **dict.fromkeys(("--executor", "--workers", "--batch", "--run", "--figure", "--top", "--sampler"), True),
+    **LOG_OPTIONS,
     **dict.fromkeys(("--resume", "--quiet", "--help"), False),
 }
 EXAMPLE = """\
@@ -65,6 +68,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--resume", action="store_true", help="go on with the sweep in that folder")
     parser.add_argument("--figure", metavar="FILE.png", help="draw the budget curve and the metric over every setting")
     parser.add_argument("--top", metavar="N", default="5", help="how many points the table shows")
+    add_log_option(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.set_defaults(command=command, options=OPTIONS)
 
@@ -82,6 +86,9 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     top = whole_number("top", parse_value(arguments.top), low=1)
     if arguments.resume and arguments.run is None:
         raise ValueError("Invalid resume: no folder is named. Give it: --run FOLDER.")
+    if arguments.log and arguments.run is None:
+        raise ValueError(f"Invalid log: {arguments.log!r} needs a folder to write to. Give it: --run FOLDER.")
+    loggers = named_loggers(arguments.log)
     if arguments.figure is not None:
         check_figure_file(arguments.figure)  # before hours of training, not after them
     configuration = Configuration(task_table, {"name": canonical_name(name)}, run, dict(tables["schedules"]))
@@ -96,6 +103,7 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
             executor=arguments.executor,
             run=arguments.run,
             resume=arguments.resume,
+            loggers=loggers,
             progress=not arguments.quiet,
             **_given(arguments),
             **_run_arguments(run),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from tailopt.cli.config_file import read, sections
 from tailopt.cli.configuration import Configuration, resolve
 from tailopt.cli.overrides import Overrides, apply_overrides
 from tailopt.cli.run import OPTIONS as RUN_OPTIONS
-from tailopt.cli.run import files_written
+from tailopt.cli.run import add_log_option, files_written
 from tailopt.cli.tables import format_cell
 from tailopt.distributed import last_words
 from tailopt.distributed.nested_optimizer import NestedOptimizer
 from tailopt.distributed.rendezvous import connect
 from tailopt.distributed.training import TrainingPlan, train
+from tailopt.loggers.named import named_loggers
+from tailopt.loggers.protocol import Logger
 from tailopt.rounds.drops import Drops
 
 OPTIONS = {**RUN_OPTIONS, "--resume": False, "--timeout": True}
@@ -44,6 +47,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--out", metavar="FOLDER", required=True, help="the run folder, shared by all nodes")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, if there is one")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="without a sign of life")
+    add_log_option(parser)
     parser.add_argument("--quiet", action="store_true", help="no line a round")
     parser.set_defaults(command=command, options=OPTIONS)
 
@@ -60,11 +64,12 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     if not any(key in ("nodes", "run.nodes") for key, _ in overrides):
         overrides = [*overrides, ("run.nodes", str(nodes))]
     chosen = resolve(apply_overrides(tables, overrides))
+    loggers = named_loggers(arguments.log)
     connect(arguments.timeout)
     if not arguments.resume:
         last_words.resume_arguments[:] = ["--resume"]
     try:
-        trained(chosen, Path(arguments.out), arguments.resume, arguments.timeout, arguments.quiet)
+        trained(chosen, Path(arguments.out), loggers, arguments.resume, arguments.timeout, arguments.quiet)
     finally:
         dist.destroy_process_group()
     if int(os.environ["RANK"]) == 0:
@@ -72,7 +77,9 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     return 0
 
 
-def trained(chosen: Configuration, folder: Path, resume: bool, timeout: float, quiet: bool) -> None:
+def trained(
+    chosen: Configuration, folder: Path, loggers: Sequence[Logger], resume: bool, timeout: float, quiet: bool
+) -> None:
     """Train by a configuration, as this process's node."""
     run, problem = chosen.run, chosen.build_task()
     if run.local_steps is None or run.precision is not None:
@@ -112,6 +119,7 @@ def trained(chosen: Configuration, folder: Path, resume: bool, timeout: float, q
         plan,
         run=folder,
         on_row=print_row,
+        loggers=loggers,
         prepare=lose,
         resume=resume,
         timeout=timeout,

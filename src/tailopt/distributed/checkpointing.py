@@ -16,7 +16,6 @@ that names it.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,11 +26,13 @@ from typing import TYPE_CHECKING, Any
 from tailopt.clipping.dtensor import is_dtensor
 from tailopt.distributed.all_ranks import AllRanks
 from tailopt.distributed.exchange import CHECKPOINT_ON_ALL_NODES
+from tailopt.distributed.exchange_types import ExchangeReport
 from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.shared_state import NodeCountDiffers, merged_meta, read, shared_ranges_and_meta
 from tailopt.records import checkpoints, history, multi_writer
 from tailopt.records.checkpoints import DamagedCheckpoint, Snapshot
 from tailopt.records.folder import HISTORY, Run, is_run, open_run
+from tailopt.records.phase_clock import PhaseClock
 from tailopt.records.pytree import pack
 from tailopt.records.run_config import storable
 from tailopt.rounds.settle import EveryoneExcluded
@@ -90,7 +91,7 @@ class CheckpointCoordinator:
     last: Path | None = None
     _rows: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     _rounds: int | None = None  # in all; the folder is closed after them
-    _began: float = field(default_factory=time.perf_counter)
+    _clock: PhaseClock = field(default_factory=PhaseClock)
     _slowest: int | None = None  # the node that the log named last
 
     def open(self, config: Mapping[str, Any], resume: bool) -> None:
@@ -113,21 +114,24 @@ class CheckpointCoordinator:
         self.ranks.all_ranks_do(first)
         self.ranks.all_ranks_do(others)
 
-    def record(self, row: dict[str, Any], local_seconds: Mapping[int, float]) -> None:
+    def record(self, row: dict[str, Any], report: ExchangeReport) -> None:
         """Append a row to the history. If the disk is full, the row is queued and written before the next one.
 
-        local_seconds: how long the local steps of every participant took, by node. The slowest node is recorded with
-        the times, and in the log where the others wait for it.
+        The slowest node is recorded with the times, and in the log where the others wait for it.
         """
-        now = time.perf_counter()
-        seconds: dict[str, Any] = {"round_seconds": now - self._began}
-        self._began = now
+        local_seconds, phases = report.seconds, report.phases
+        times: dict[str, Any] = {"bytes_sent": report.bytes_sent, "outer": phases.get("outer", 0.0)}
+        exchange = phases.get("exchange", 0.0)
         if local_seconds:
             slowest = max(local_seconds, key=lambda node: local_seconds[node])
-            seconds |= {"slowest_node": slowest, "local": local_seconds[slowest]}
+            # this node's exchange includes its wait for the slowest one
+            wait = min(exchange, local_seconds[slowest] - local_seconds.get(self.ranks.across.node, 0.0))
+            times |= {"slowest_node": slowest, "local": local_seconds[slowest], "wait": wait}
+            exchange -= wait
             self._log_slowest(row["round"], slowest, local_seconds)
+        times |= {"exchange": exchange, **self._clock.take()}
         if self.run is not None:
-            self._rows.append((row, seconds))
+            self._rows.append((row, times))
             try:
                 self._write_rows()
             except OSError as error:
@@ -167,6 +171,15 @@ class CheckpointCoordinator:
             local_state: what this node keeps to itself: tensors and plain values.
             steps_before_round: local steps of every node, over all completed rounds.
         """
+        self._clock.lap()
+        try:
+            return self._save_together(node, step, local_state, steps_before_round)
+        finally:
+            self._clock.lap("checkpoint")
+
+    def _save_together(
+        self, node: Node, step: int, local_state: Callable[[], dict[str, Any]], steps_before_round: Sequence[int]
+    ) -> bool:
         self._barrier_and_repair(node, step)
         moment = node.round, step or None
         at = f"after round {node.round}" + (f" and {step} local steps" if step else "")

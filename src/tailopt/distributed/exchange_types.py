@@ -59,7 +59,7 @@ class JudgingCriteria:
 
 @dataclass
 class ExchangeReport:
-    """What real nodes know of a round, the same on all of them.
+    """What real nodes know of a round: the same on all of them, but for the phases and what was sent.
 
     Args:
         settlement: who counted.
@@ -69,6 +69,8 @@ class ExchangeReport:
         reloads: sentences about weights that a node had to load again.
         threshold_statistics: of every node's gradients, for "auto" thresholds of the inner rule.
         outer_step_statistics: of what the outer step clipped, for "auto" thresholds of the outer rule.
+        phases: seconds of this node by phase.
+        bytes_sent: by this node.
     """
 
     settlement: Settlement
@@ -78,3 +80,5 @@ class ExchangeReport:
     reloads: list[str] = field(default_factory=list)
     threshold_statistics: dict[int, list[Statistics]] = field(default_factory=dict)
     outer_step_statistics: list[Statistics] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)
+    bytes_sent: int = 0

@@ -86,7 +86,7 @@ class NestedOptimizer(Optimizer):
         extra: a function of no arguments that returns what this node's checkpoints at the ends of rounds hold besides,
             such as the position in the data: tensors and plain values. It comes back as `resumed.extra`.
         describe: what else the configuration contains; must be equal on all nodes, except devices and paths of data.
-        loggers: functions that are called with every row of the history, at the end of its round.
+        loggers: called with every row of the history, at the end of its round; see `tailopt.loggers`.
         settings: hyperparameters of the inner and the outer rule that all nodes have agreed on, made from `algorithm`.
             `from_algorithm` sets both. None where the inner optimizer is the user's.
 
@@ -198,6 +198,7 @@ class NestedOptimizer(Optimizer):
         if self._send_second_moment and node.round:
             node.gather_second_moment()
         self._records.watch_inputs(model, in_the_middle)
+        self._records.begin_loggers()
         if in_the_middle:
             self._records.watch_first_batch()
         else:
@@ -397,9 +398,8 @@ class NestedOptimizer(Optimizer):
             if line in lines:
                 self._records.log(line)
         self._trainable_set.check_all_parameters_exchanged(settlement.round)
-        for logger in self._records.options.loggers:
-            logger(row)
-        self._records.record(row, report.seconds, self.finished)
+        self._records.tell(row)
+        self._records.record(row, report, self.finished)
 
     def _bound_by_agreed_hparams(self, t: int, node: int, steps: int) -> Bound:
         """Return how far a node can have moved in so many steps, by the hyperparameters that all nodes agreed on."""

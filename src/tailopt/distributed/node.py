@@ -16,6 +16,7 @@ from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.mesh import local_tensor, rank_group
 from tailopt.distributed.weight_sync import AT_FAULT, other_weights
 from tailopt.engines.model_state import Buffers, as_real
+from tailopt.records.phase_clock import PhaseClock
 from tailopt.rounds.auto_thresholds import NO_AUTO_THRESHOLDS, AutoThresholdsByLevel
 from tailopt.rounds.drops import DROPPED
 from tailopt.rounds.gradient_statistics import GradientRecorder
@@ -155,6 +156,7 @@ class Node:
         send_second_moment: the outer second moment travels with the weights.
         """
         exchange, t = self.exchange, self.round + 1
+        clock, sent_before = PhaseClock(), exchange.transport.counter.bytes_sent
         takes_part = self.number in participants.shares
         if takes_part:
             exchange.measure_displacement(self.local_tensors(), self.x)
@@ -162,6 +164,7 @@ class Node:
         report, mean_buffers = blocking(
             exchange.exchange_and_settle(t, participants, self.x, buffers, before, statement, criteria)
         )
+        clock.lap("exchange")
         if takes_part:
             lost = any(e.node == self.number and e.reason == DROPPED for e in report.settlement.excluded)
             self.diverged_state = self._copy_state() if lost and policy.dropped_nodes_diverge else None
@@ -180,6 +183,8 @@ class Node:
         self.load()
         if report.may_be_last:
             report.reloads = self.confirm_weights(policy.guard)
+        clock.lap("outer")
+        report.phases, report.bytes_sent = clock.take(), exchange.transport.counter.bytes_sent - sent_before
         return report
 
     def _gather_statistics(

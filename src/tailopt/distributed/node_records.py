@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +19,14 @@ import torch
 from tailopt.arguments import check_counts, check_flags, check_function, checked_loggers
 from tailopt.distributed.all_ranks import AllRanks
 from tailopt.distributed.checkpointing import CheckpointCoordinator, Resumed
+from tailopt.distributed.exchange_types import ExchangeReport
 from tailopt.distributed.local_round import LocalRound
 from tailopt.distributed.node import Node
 from tailopt.distributed.resume_checks import FirstInputs, Rates, rates
 from tailopt.distributed.rng_state import restore_rng_states, rng_states
 from tailopt.distributed.shared_state import restore
+from tailopt.loggers.protocol import RunStart, begin, end, run_name
+from tailopt.records.run_config import as_stored, storable
 from tailopt.rounds.round import DivergedState
 
 NO_RUN_FOLDER = "There is no run folder, so the run begins again: give NestedOptimizer run=... and resume=True."
@@ -38,7 +43,7 @@ class RecordOptions:
         keep: how many checkpoints.
         extra: what this node's checkpoints hold besides.
         describe: what the configuration contains besides.
-        loggers: called with every row of the history.
+        loggers: told of the run and of every row of its history.
     """
 
     folder: str | os.PathLike[str] | None
@@ -75,6 +80,8 @@ class NodeRecords:
 
     def __init__(self, options: RecordOptions, node: Node, local_round: LocalRound, guard: bool) -> None:
         self.options, self._node, self._local_round = options, node, local_round
+        self._config: dict[str, Any] = {}
+        self._end_loggers = functools.partial(end, options.loggers)
         self.steps_before_round = [0] * node.nodes
         self.history: list[dict[str, Any]] = []
         self.resumed: Resumed | None = None
@@ -105,8 +112,9 @@ class NodeRecords:
 
     def open(self, config: Mapping[str, Any]) -> None:
         """Open the run folder on all nodes, where there is one."""
+        self._config = {**config, **self.options.describe}
         if self._coordinator is not None:
-            self._coordinator.open({**config, **self.options.describe}, self.options.resume)
+            self._coordinator.open(self._config, self.options.resume)
 
     def resume_or_start(self) -> bool:
         """Continue from the last checkpoint, or write the first; returns whether this is in the middle of a round."""
@@ -129,6 +137,22 @@ class NodeRecords:
         if self._node.round or step:
             self.resumed = Resumed(self._node.round, step, extra, self.writers, path)
         return step > 0
+
+    def begin_loggers(self) -> None:
+        """Tell loggers that the run begins, or goes on after a resume; the end of the process ends them too."""
+        node, folder = self._node, None if self.options.folder is None else Path(self.options.folder)
+        name = run_name(folder, str(self._config.get("algorithm", self._config.get("inner"))))
+        rank = AllRanks(node.exchange.transport, node.exchange.rank_transport).number
+        config = as_stored(storable(self._config))
+        run = RunStart(name=name, config=config, round=node.round, folder=folder, node=rank)
+        begin(self.options.loggers, run)
+        if self.options.loggers:
+            atexit.register(self._end_loggers)
+
+    def tell(self, row: dict[str, Any]) -> None:
+        """Give a row of the history to the loggers."""
+        for logger in self.options.loggers:
+            logger(row)
 
     def watch_inputs(self, model: torch.nn.Module | None, in_the_middle: bool) -> None:
         """Compare the first inputs of this node after a resume with those of the run's beginning."""
@@ -154,12 +178,15 @@ class NodeRecords:
         if self._rates is not None:
             self._rates.check(self._local_round.optimizer)
 
-    def record(self, row: dict[str, Any], seconds: Mapping[int, float], finished: bool) -> None:
+    def record(self, row: dict[str, Any], report: ExchangeReport, finished: bool) -> None:
         """Add a row to the history of the run folder, and write a checkpoint where one is due."""
         if self._coordinator is not None:
-            self._coordinator.record(row, seconds)
+            self._coordinator.record(row, report)
             if finished or self._node.round % self.options.checkpoint_every == 0:
                 self.save(0)
+        if finished:
+            atexit.unregister(self._end_loggers)
+            self._end_loggers()
 
     def log(self, text: str) -> None:
         """Write a line to the log of the run folder."""

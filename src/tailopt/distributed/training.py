@@ -22,6 +22,7 @@ from tailopt.engines.model_state import trainable_parameters
 from tailopt.engines.replay import continued_digests, recorded_digests, tensor_digests
 from tailopt.engines.sequential import seed_python_and_numpy, seed_torch
 from tailopt.evaluation import evaluating
+from tailopt.loggers.protocol import RowFunction
 from tailopt.records import history
 from tailopt.records.folder import is_run
 from tailopt.records.ledger import Ledger
@@ -62,6 +63,7 @@ def train(
     prepare: Callable[[NestedOptimizer], None] = lambda optimizer: None,
     run: Path | None = None,
     on_row: Callable[[dict[str, Any]], None] = lambda row: None,
+    loggers: Sequence[RowFunction] = (),
     **settings: Any,
 ) -> NestedOptimizer:
     """Train on this node as the simulation would, and synchronise with the others.
@@ -70,6 +72,7 @@ def train(
         prepare: called with the optimizer before the first round.
         run: the run folder.
         on_row: called with every row of the history, on node 0.
+        loggers: told of the run on node 0, with the metrics.
         settings: of `NestedOptimizer.from_algorithm`.
     """
     node, nodes = dist.get_rank(), dist.get_world_size()
@@ -77,7 +80,7 @@ def train(
         raise ValueError(f"Invalid nodes: there are data for {len(plan.data)}, and {nodes} processes.")
     if not model.training:  # otherwise the modes are the user's, as in the simulation: a frozen BatchNorm stays frozen
         model.train()
-    loggers = [_RoundLogger(model, plan, run, on_row)] if node == 0 else []
+    told = [_RoundLogger(model, plan, run, on_row), *loggers] if node == 0 else []
     opt = NestedOptimizer.from_algorithm(
         model,
         algorithm,
@@ -86,7 +89,7 @@ def train(
         seed=plan.seed,
         weight=1.0 if plan.weights is None else float(plan.weights[node]),
         run=run,
-        loggers=loggers,
+        loggers=told,
         **settings,
     )
     prepare(opt)

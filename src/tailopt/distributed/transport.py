@@ -31,9 +31,10 @@ Messages = Iterator[tuple[int, Tensor]]  # (node, what goes to it or comes from 
 
 @dataclass
 class ExchangeCounter:
-    """Counts the exchanges of a group; all nodes count the same ones."""
+    """Counts the exchanges of a group, of which all nodes count the same ones, and what this node sends in them."""
 
     number: int = 0
+    bytes_sent: int = 0
 
     def next(self) -> int:
         """The number of the exchange that begins."""
@@ -114,6 +115,7 @@ class Transport(ABC):
     async def _deliver(self, *turns: tuple[Sequence[Tensor], Sequence[Tensor]]) -> None:
         """Several (outgoing, incoming), one behind the other."""
         others = [(self.node + k) % self.nodes for k in range(1, self.nodes)]  # not all send to the same node first
+        self.counter.bytes_sent += sum(outgoing[k].nbytes for outgoing, _ in turns for k in others)
         # iterators, not lists: the first receive is posted before the other messages are cut, because a message that
         # finds no receive posted takes longer
         receives = (message for _, incoming in turns for message in _messages(incoming, others))

@@ -7,30 +7,30 @@ there has the bits of a run that was never stopped.
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tailopt.arguments import check_counts, check_flags, check_function, checked_loggers
+from tailopt.arguments import check_choice, check_counts, check_flags, check_function, checked_loggers
 from tailopt.clipping.step_cache import StepCache
 from tailopt.engines.engine import Engine, Evaluate
+from tailopt.engines.sequential import HISTOGRAMS
 from tailopt.engines.snapshots import check, restore, save
+from tailopt.loggers.protocol import RowFunction, RunStart, run_name, told
 from tailopt.progress import RoundProgress
 from tailopt.records import checkpoints
 from tailopt.records.folder import Run
 from tailopt.records.lock import LostLock
+from tailopt.records.phase_clock import PhaseClock
 from tailopt.rounds.auto_thresholds import AutoThresholdsByLevel
 from tailopt.rounds.drops import DROPPED
 from tailopt.rounds.hyperparameters import RuleHyperparameters
 from tailopt.rounds.policy import RoundPolicy
 from tailopt.rounds.round import GlobalState, RoundMean, RoundResult, finish_round, statistics_of_outer_step
 from tailopt.rounds.settle import EveryoneExcluded
-
-Logger = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,25 +40,29 @@ class Reporting:
     Args:
         title: of the progress line.
         evaluate: model -> metrics, every `evaluate_every` rounds and after the last.
-        statistics: whether the history has gradient statistics.
+        statistics: whether the history has gradient statistics; "histograms": also their magnitudes.
         checkpoint_every: rounds between checkpoints.
         keep: how many checkpoints.
-        loggers: called with every row of the history.
+        loggers: told of the run and of every row of its history.
         progress: whether a progress line is shown.
     """
 
     title: str
     evaluate: Evaluate | None = None
     evaluate_every: int = 1
-    statistics: bool = False
+    statistics: bool | str = False
     checkpoint_every: int = 1
     keep: int = 3
-    loggers: Sequence[Logger] = ()
+    loggers: Sequence[RowFunction] = ()
     progress: bool = True
 
     def __post_init__(self) -> None:
         check_counts(evaluate_every=self.evaluate_every, checkpoint_every=self.checkpoint_every, keep=self.keep)
-        check_flags(statistics=self.statistics, progress=self.progress)
+        check_flags(progress=self.progress)
+        if isinstance(self.statistics, str):
+            check_choice("statistics", self.statistics, (False, True, HISTOGRAMS))
+        else:
+            check_flags(statistics=self.statistics)
         check_function("evaluate", self.evaluate, "a function of the model that returns a mapping of numbers, or None")
         object.__setattr__(self, "loggers", checked_loggers(self.loggers))
 
@@ -90,6 +94,7 @@ class Loop:
         self._engine, self._policy, self._reporting, self._run = engine, policy, reporting, run
         self._outer_hyperparameters, self._auto_thresholds = outer_hyperparameters, auto_thresholds
         self._outer_cache = StepCache()
+        self._clock = PhaseClock()
         self._in_outer_step = False  # while the state has parts of two rounds
         self._state_is_ahead = False  # while the state contains a round whose row is not in the history yet
 
@@ -112,15 +117,24 @@ class Loop:
                 f"The run has {state.round} rounds already; nothing is left to do.", UserWarning, stacklevel=4
             )
 
-    def go(self, state: GlobalState) -> None:
-        """Run until `rounds` are done, or until something stops it; then the model has the last whole round."""
+    def go(self, state: GlobalState, config: Mapping[str, Any]) -> None:
+        """Run until `rounds` are done, or until something stops it; then the model has the last whole round.
+
+        config: the settings, for loggers.
+        """
+        folder = None if self._run is None else self._run.path
+        name = run_name(folder, self._reporting.title)
+        start = RunStart(name=name, config=config, round=state.round, folder=folder)
         # the round of the last checkpoint; -1 in a run that begins: its state before round 1 is saved first
         saved = state.round if self.history or state.round else -1
         every = self._reporting.checkpoint_every
         try:
             if saved < 0:
                 saved = self._save(state)
-            with RoundProgress(self._reporting.title, state.round, self.rounds, self._reporting.progress) as line:
+            with (
+                told(self._reporting.loggers, start),
+                RoundProgress(self._reporting.title, state.round, self.rounds, self._reporting.progress) as line,
+            ):
                 while state.round < self.rounds:
                     row = self._one_round(state)
                     if self._run is not None and (state.round == self.rounds or state.round % every == 0):
@@ -145,26 +159,30 @@ class Loop:
                 self._engine.load_into_model(state)
 
     def _one_round(self, state: GlobalState) -> dict[str, Any]:
-        began = time.perf_counter()
-        t, policy = state.round + 1, self._policy
+        t, policy, lap = state.round + 1, self._policy, self._clock.lap
+        lap()  # loggers and progress
         participants, lost = policy.draw(t), policy.draw_drops(t)
         hparams, auto_thresholds_entry = self._outer_hyperparameters.at(t), self._auto_thresholds.history_entry()
         with torch.no_grad():
             mean = RoundMean(state, participants, policy, lost)
             diverging = lost if policy.dropped_nodes_diverge else ()
             for contribution in self._engine.contributions(state, participants, diverging):
+                lap("local")
                 mean.add(contribution)
+                lap("mean")
             result = mean.result()
-            trained = time.perf_counter()
+            lap("mean")
             self._engine.load_into_model(state)  # so that an outer step that is interrupted can be undone
             self._in_outer_step = self._state_is_ahead = True
             finish_round(state, result, self._outer_hyperparameters.rule, hparams, policy, self._outer_cache)
             self._in_outer_step = False
             self._update_auto_thresholds(state, result)
         self._engine.keep_node_states(result)
+        lap("outer")
         row = {**self._row(state, result), **auto_thresholds_entry}
+        lap("evaluate")
         if self._run is not None:
-            self._run.append(row, {"local": trained - began, "round_seconds": time.perf_counter() - began})
+            self._run.append(row, self._clock.take())
         self.history.append(row)
         self._state_is_ahead = False
         for excluded in result.settlement.excluded:
@@ -199,10 +217,12 @@ class Loop:
     def _save(self, state: GlobalState) -> int:
         if self._run is None:
             return state.round
+        self._clock.lap()
         self._run.check_lock()
         self._run.sync()
         save(self._run, state, self._engine, self._auto_thresholds)
         checkpoints.prune(self._run.path, self._reporting.keep)
+        self._clock.lap("checkpoint")
         return state.round
 
     def _save_what_is_whole(self, state: GlobalState, saved: int, error: BaseException) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tailopt.algorithms import Algorithm
-from tailopt.clipping.counts import Counts, StatisticsRecorder, count_in_torch
+from tailopt.clipping.counts import EXPONENT, Counts, StatisticsRecorder, count_in_torch
 from tailopt.clipping.step_cache import StepCache
 from tailopt.engines.batches import BatchSource, LossFunction, batch_digest, to_device
 from tailopt.engines.model_state import ModelState, as_real
@@ -36,6 +36,7 @@ from tailopt.rules.adam import initial_adam_state
 from tailopt.rules.rule import Hyperparameters, ParamState
 from tailopt.seeds import derive_seed, step_seed
 
+HISTOGRAMS = "histograms"  # statistics that also have the magnitudes
 PRECISIONS = {None: None, "fp32": None, "bf16": torch.bfloat16}
 
 
@@ -51,7 +52,7 @@ class LocalTraining:
         seed: of the run.
         device: where the model is.
         precision: a key of `PRECISIONS`.
-        statistics: whether the gradients' coordinates are counted.
+        statistics: whether the gradients' coordinates are counted; "histograms": also by magnitude.
         resumable: whether the first batch of a round is remembered, to be asked for again when the run is resumed.
         route: of an engine that trains all nodes at once.
     """
@@ -63,9 +64,14 @@ class LocalTraining:
     seed: int
     device: torch.device
     precision: str | None = None
-    statistics: bool = False
+    statistics: bool | str = False
     resumable: bool = False
     route: Route = Route(VMAP, "asked for")
+
+    def statistics_recorder(self, n_params: int) -> StatisticsRecorder | None:
+        """Return what counts the gradients of a node in a round; None where nothing is counted."""
+        mode = "sampled" if self.statistics == HISTOGRAMS else "counts"
+        return StatisticsRecorder(mode, n_params) if self.statistics else None
 
 
 class Sequential:
@@ -92,6 +98,7 @@ class Sequential:
         self.diverged_states: dict[int, DivergedState] = {}
         self.repeatability_probe: dict[str, Any] = {}
         self._pending_probe: dict[str, Any] = {}  # of the round that is under way
+        self._last_thresholds: dict[int, tuple[Any, ...]] = {}  # with which each parameter was counted last
 
     def initial_state(self, average: bool) -> GlobalState:
         """Return the state before the first round."""
@@ -121,7 +128,7 @@ class Sequential:
         # a node that did not start from the global weights may have come from anywhere: nothing bounds it
         movement_bound = training.inner_hyperparameters.bound(t, steps_done, steps) if diverged is None else Bound(None)
         n_params, auto_thresholds = len(model_state.params), training.inner_hyperparameters.auto_thresholds
-        statistics_recorder = StatisticsRecorder("counts", n_params) if training.statistics else None
+        statistics_recorder = training.statistics_recorder(n_params)
         threshold_recorder = None if auto_thresholds is None else auto_thresholds.recorder(n_params)
         losses = self._local_steps(node, t, steps, optimizer_state, statistics_recorder, threshold_recorder)
         diverged_state = model_state.diverged_state() if diverges else None
@@ -220,6 +227,7 @@ class Sequential:
             weights, states = [weights[i] for i in moving], [states[i] for i in moving]
         if statistics_recorder is not None:
             thresholds = self._training.inner_hyperparameters.rule.thresholds(weights, grads, hparams)
+            self._last_thresholds.update(zip(moving, thresholds, strict=True))
             for i, g, of_tensor in zip(moving, grads, thresholds, strict=True):
                 count_in_torch(g.coalesce() if g.is_sparse else g, i, of_tensor, statistics_recorder.counters(g.device))
         if weights:
@@ -300,7 +308,22 @@ class Sequential:
         # nothing was counted where every contribution was lost
         total = [sum(parts, Counts()) for parts in zip(*result.statistics, strict=True)] or [Counts()] * len(names)
         fields = ("elements", "zero", "below", "above", "nonfinite", "squares", "largest")
-        return {name: {f: getattr(c, f) for f in fields} for name, c in zip(names, total, strict=True)}
+        rows = {name: {f: getattr(c, f) for f in fields} for name, c in zip(names, total, strict=True)}
+        if self._training.statistics == HISTOGRAMS:
+            for i, (row, counts) in enumerate(zip(rows.values(), total, strict=True)):
+                row |= _histogram(counts, self._last_thresholds.get(i, ()))
+        return rows
+
+
+def _histogram(counts: Counts, thresholds: Sequence[Any]) -> dict[str, Any]:
+    """Return numbers of coordinates by octave k, 2^k <= |g| < 2^(k+1), and the last u and d where they are numbers."""
+    octaves = {str(k - EXPONENT): n for k, n in enumerate(counts.octaves) if n and 0 < k < 255}
+    named = {
+        name: value.item() if isinstance(value, Tensor) else value
+        for name, value in zip("ud", thresholds, strict=False)
+        if not isinstance(value, Tensor) or value.numel() == 1
+    }
+    return {"octaves": octaves, **named}
 
 
 def seed_torch(value: int, device: torch.device) -> None:

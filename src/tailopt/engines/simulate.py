@@ -24,7 +24,7 @@ from tailopt.engines.sequential import PRECISIONS, LocalTraining, Sequential
 from tailopt.engines.vectorized import Vectorized
 from tailopt.evaluation import modes_of, restore_modes
 from tailopt.records.folder import open_run
-from tailopt.records.run_config import storable
+from tailopt.records.run_config import as_stored, storable
 from tailopt.rounds import robust
 from tailopt.rounds.drops import DropChooser
 from tailopt.rounds.hyperparameters import AlgorithmHyperparameters, RuleHyperparameters
@@ -85,7 +85,7 @@ def simulate(
     seed: int = 0,
     evaluate: Evaluate | None = None,
     evaluate_every: int = 1,
-    statistics: bool = False,
+    statistics: bool | str = False,
     run: str | os.PathLike[str] | None = None,
     resume: bool = False,
     checkpoint_every: int = 1,
@@ -132,10 +132,11 @@ def simulate(
         device: where the nodes compute; by default where the model is.
         precision: None or "bf16" (autocast; weights and displacements stay as they are).
         evaluate: model -> a mapping of numbers, every `evaluate_every` rounds and after the last.
-        statistics: count the gradients' coordinates by tensor, into the history.
+        statistics: count the gradients' coordinates by tensor, into the history; "histograms" counts them also by
+            magnitude, in powers of two.
         run: a folder for configuration, history and checkpoints. `resume` goes on from its last checkpoint.
         checkpoint_every, keep: rounds between checkpoints, and how many are kept.
-        loggers: functions that are given every row of the history.
+        loggers: functions that are given every row of the history, or objects as in `tailopt.loggers`.
         progress: show a line with the loss and the time left.
         describe: further entries of the run folder's configuration; they override entries of the same name.
 
@@ -251,7 +252,7 @@ class Simulation:
                     loop = Loop(engine, self.policy, hyperparameters.outer, auto_thresholds, reporting, run)
                     if records.resume:
                         loop.resume(state)
-                    loop.go(state)
+                    loop.go(state, as_stored(config))
                 finally:
                     if run is not None:
                         run.close()
@@ -269,7 +270,7 @@ class Simulation:
         self,
         inner_hyperparameters: RuleHyperparameters,
         device: torch.device,
-        statistics: bool,
+        statistics: bool | str,
         records: RunFolderOptions,
     ) -> LocalTraining:
         return LocalTraining(
@@ -290,7 +291,7 @@ class Simulation:
         steps = max(self.batches.steps(node) for node in range(self.batches.nodes))
         return (self.policy.rounds or 1) * steps
 
-    def _config(self, statistics: bool, records: RunFolderOptions) -> dict[str, Any]:
+    def _config(self, statistics: bool | str, records: RunFolderOptions) -> dict[str, Any]:
         """Return what the run folder says about this simulation.
 
         The order of the keys is part of the format: checkpoints contain the digest of config.toml.

@@ -69,7 +69,7 @@ class Vectorized(Sequential):
         self._program.load_constants(state.buffers)
         stacked = self._stacked(state, start, nodes)
         self._inner.begin([self._optimizer_state_at_start(state, node) for node in nodes])
-        self._recorders = [StatisticsRecorder("counts", len(start)) for _ in nodes] if training.statistics else []
+        self._recorders = [r for _ in nodes if (r := training.statistics_recorder(len(start))) is not None]
         losses = self._round().run(stacked, sources, t).tolist()
         self._program.check_constants(state.buffers)
         new_diverged = {r: self._diverged_state(stacked, state, r) for r, node in enumerate(nodes) if node in diverging}
@@ -155,6 +155,7 @@ class Vectorized(Sequential):
         for k, row in enumerate(rows):
             own = [as_real(g[k]) for g in grads if g is not None]
             thresholds = rule.thresholds([as_real(weights[i][k]) for i in moving], own, chosen)
+            self._last_thresholds.update(zip(moving, thresholds, strict=True))
             for i, g, of_tensor in zip(moving, own, thresholds, strict=True):
                 count_in_torch(g, i, of_tensor, self._recorders[row].counters(g.device))
 

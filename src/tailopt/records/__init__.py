@@ -1,6 +1,6 @@
 """What a run leaves behind: its folder, its history, its checkpoints.
 
-In reading order:
+`load` reads a run folder into data frames. In reading order:
 
     folder.py               a run folder: create, open, append rows, resume
     run_config.py           config.toml: settings as text, and how two configurations differ
@@ -12,4 +12,10 @@ In reading order:
     model_check.py          whether a checkpoint fits a model
     pytree.py               nested state as named tensors and plain values
     safetensors_io.py, tensor_bytes.py, checked_json.py, disk.py    files, bytes, digests, atomic writes
+    phase_clock.py          the seconds of a round by phase
+    frames.py               a run folder as data frames of pandas
 """
+
+from tailopt.records.frames import RunFrames, load
+
+__all__ = ["RunFrames", "load"]

@@ -6,7 +6,8 @@
           environment.json      versions, processor, devices; see `environment.py`
           history.jsonl         one row per round: equal runs have equal files
           history.seal.json     the digest of these rows; see `ledger.py`
-          times.jsonl           the seconds of each round; separate, because they differ between equal runs
+          times.jsonl           the seconds of each round by phase, see `phase_clock.py`, and on real nodes what node 0
+                                sent; separate, because they differ between equal runs
           log.txt               messages, with the time of day
           lock.json             which process writes here now; see `lock.py`
           checkpoints/          see `checkpoints.py`
@@ -215,7 +216,7 @@ class Run:
 
         Args:
             row: plain values, with `round` greater than that of the row before; see `history.encode`.
-            seconds: durations, under any names but `round`.
+            seconds: durations by phase, and what else differs between equal runs, under any names but `round`.
         """
         number = row.get("round")
         if type(number) is not int:

@@ -162,7 +162,7 @@ class SweepResult:
         for n in at:
             whole_number("number of points", n, low=1)
         tried = self.ranking
-        return [budget_point(_values(tried, self.lower_is_better), n) for n in at if n <= len(tried)]
+        return [budget_point(values_best_first(tried, self.lower_is_better), n) for n in at if n <= len(tried)]
 
     def summary(self) -> str:
         """Return a few lines about the sweep."""
@@ -277,7 +277,7 @@ def budget_point(values: Sequence[float], n: int) -> BudgetPoint:
     return BudgetPoint(n, mean, quantile(0.5), quantile(0.25), quantile(0.75))
 
 
-def _values(ranking: Sequence[Tried], lower_is_better: bool) -> list[float]:
+def values_best_first(ranking: Sequence[Tried], lower_is_better: bool) -> list[float]:
     """Return the values of points in their order; one that diverged is the worst."""
     worst = math.inf if lower_is_better else -math.inf
     return [worst if tried.diverged or math.isnan(tried.value) else tried.value for tried in ranking]

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from tailopt.algorithms import canonical_name
-from tailopt.arguments import check_choice, check_counts, check_flags, checked_seed
+from tailopt.arguments import check_choice, check_counts, check_flags, checked_loggers, checked_seed
 from tailopt.engines.batches import BatchFunction, LossFunction
 from tailopt.engines.configurations import ENGINES
 from tailopt.engines.engine import Evaluate
 from tailopt.engines.routes import SEQUENTIAL, Route
+from tailopt.loggers.protocol import RowFunction
 from tailopt.records.run_config import storable
 from tailopt.rounds.participants import Chooser
 from tailopt.sweeps.executors import EXECUTORS, Executor, make_executor
@@ -26,6 +27,7 @@ from tailopt.sweeps.points import SpaceLike, check_settings, describe, sweep_poi
 from tailopt.sweeps.problem import Problem, problems
 from tailopt.sweeps.result import SweepResult, rank
 from tailopt.sweeps.sweep_progress import SweepProgress
+from tailopt.sweeps.told_trials import tell
 from tailopt.sweeps.training import Job, NumberedPoint, Outcome, Trainer
 from tailopt.sweeps.trials import Trial, TrialFolder
 from tailopt.sweeps.tuning_seeds import tuning_and_fresh_seeds
@@ -74,6 +76,7 @@ def sweep(
     run: str | os.PathLike[str] | None = None,
     resume: bool = True,
     seed: int = 0,
+    loggers: Sequence[RowFunction] = (),
     progress: bool = True,
 ) -> SweepResult:
     """Try many settings of an algorithm, choose the best ones, and report them on fresh seeds.
@@ -114,6 +117,7 @@ def sweep(
         run: a folder for every trial. A sweep that was killed goes on there with `resume`, and runs no trial twice;
             a larger budget adds points.
         seed: of the points.
+        loggers: as in `simulate`; every trial is a run, told when its batch is done.
         progress: show how far it is.
 
     Examples:
@@ -152,7 +156,7 @@ def sweep(
         curves=curves,
         seed=checked_seed(seed),
     )
-    how = How(engine, batch, memory_limit, executor, workers, progress)
+    how = How(engine, batch, memory_limit, executor, workers, checked_loggers(loggers), progress)
     if run is None:
         return _Sweep(plan, how, None).go()
     folder = TrialFolder(run, plan.config(), resume)
@@ -208,6 +212,7 @@ class How:
     memory_limit: int | None
     executor: str
     workers: int | None
+    loggers: Sequence[RowFunction]
     progress: bool
 
 
@@ -378,6 +383,7 @@ class _Sweep:
             self._folder.set_route(self._route.name, self._route.reason, self._batch if self._divided else None)
             self._folder.append(outcome.trials)
         self._trials += outcome.trials
+        self._tell(outcome.trials)
 
     def _report(self, best: NumberedPoint) -> tuple[Trial, ...]:
         """Run the best point with the seeds of the report that the record lacks."""
@@ -401,8 +407,13 @@ class _Sweep:
                     self._folder.set_route(self._route.name, self._route.reason, None)
             if self._folder is not None:
                 self._folder.append(outcome.trials)
+            self._tell(outcome.trials)
             done |= {trial.seed: trial for trial in outcome.trials}
         return tuple(done[seed] for seed in plan.report_seeds)
+
+    def _tell(self, trials: Sequence[Trial]) -> None:
+        plan, folder = self._plan, None if self._folder is None else self._folder.path
+        tell(self._how.loggers, trials, plan.algorithm, plan.config() if self._how.loggers else {}, folder)
 
     def _check_repeatable(self, trainer: Trainer) -> None:
         why = trainer.not_repeatable_because
