@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tailopt
-from tailopt.algorithms import ALGORITHMS, _by_spelling, _resolve, per_parameter, spelling_key
+from tailopt.algorithms import ALGORITHMS, _by_spelling, _resolve, spelling_key
 from tailopt.paper.best_settings import pairs
 from tailopt.rules.table import INNER, OUTER
 
@@ -321,20 +321,6 @@ def test_values_at_the_edge(edge: dict[str, Any]) -> None:
         **some("ilr i_u i_d"),
         **edge,
     }
-
-
-# Thresholds by parameter
-
-
-def test_by_parameter() -> None:
-    names = ["encoder.0.weight", "encoder.0.bias", "head.weight"]
-    assert per_parameter(0.5, names, "i_u") == 0.5
-    assert per_parameter({"*": 0.5}, names, "i_u") == [0.5, 0.5, 0.5]
-    assert per_parameter({"*.bias": 1.0, "head.*": 2.0, "*": 0.5}, names, "i_u") == [0.5, 1.0, 2.0]
-    assert per_parameter({"*": 0.5, "head.*": 2.0}, names, "i_u") == [0.5, 0.5, 0.5], "the first that fits"
-    assert per_parameter({"encoder.[01].*": 1.0, "HEAD.*": 3.0, "head.?eight": 2.0}, names, "i_u") == [1.0, 1.0, 2.0]
-    with pytest.raises(ValueError, match=r"Invalid o_d: no pattern of \['a', 'b'\] fits the parameter 'head.weight'"):
-        per_parameter({"b": 1.0, "a": 1.0}, ["head.weight"], "o_d")
 
 
 # Classes, and the settings property

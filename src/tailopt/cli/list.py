@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tailopt.algorithms import ALGORITHMS, FIXED_KEYS, PUBLIC_NAMES, REQUIRED
+from tailopt.algorithms import ALGORITHMS, REQUIRED
 from tailopt.cli.compare import find_runs, primary_metric, print_unreadable, read_curve, read_each
 from tailopt.cli.overrides import Overrides
 from tailopt.cli.setting_names import task_settings
 from tailopt.cli.tables import format_cell, print_table
 from tailopt.records.folder import Run
 from tailopt.rules.table import INNER, OUTER
+from tailopt.settings import FIXED_KEYS, PUBLIC_NAMES
 from tailopt.tasks.synthetic import NOISES
 from tailopt.tasks.table import PRESETS, TASKS, task
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from tailopt.algorithms import ALGORITHMS, FIXED_KEYS, PUBLIC_NAMES, REQUIRED
+from tailopt.algorithms import ALGORITHMS, REQUIRED
 from tailopt.cli.run_settings import RunSettings
 from tailopt.cli.setting_values import dtype_as_name
 from tailopt.rules.table import INNER, OUTER
+from tailopt.settings import FIXED_KEYS, PUBLIC_NAMES
 from tailopt.tasks.table import TASKS, task
 
 SECTIONS = ("task", "algorithm", "run", "schedules")

@@ -12,20 +12,12 @@ from typing import Any, TypeVar
 from torch.optim import Optimizer
 
 from tailopt import schedules as scheduling
-from tailopt.algorithms import (
-    PUBLIC_NAMES,
-    Algorithm,
-    check_side,
-    check_threshold_settings,
-    hparams_of,
-    lower_thresholds,
-    per_parameter,
-    rule_of,
-)
+from tailopt.algorithms import Algorithm, check_side, hparams_of, rule_of
 from tailopt.optimizers.auto_thresholds import is_auto
 from tailopt.rounds.auto_thresholds import AutoThresholds, AutoThresholdsByLevel
 from tailopt.rounds.guard import Bound, bound
 from tailopt.rules.rule import Hyperparameters, Rule
+from tailopt.settings import PUBLIC_NAMES, check_threshold_settings, lower_thresholds, per_parameter
 
 SCHEDULABLE = ("lr", "u", "d")
 CACHED = 64  # entries; those of past rounds are dropped together
