@@ -27,7 +27,7 @@ from tailopt.settings import FIXED_KEYS, PUBLIC_NAMES, check_rule_thresholds, ch
 
 InnerState = Literal["reset", "keep"]
 
-# name -> outer rule, inner rule; any other name is the names of two rules
+# The paper's: name -> outer rule, inner rule. Any other name is the names of two rules.
 ALGORITHMS: Mapping[str, tuple[str, str]] = {
     "avg-sgd": ("avg", "sgd"),
     "avg-l2clip": ("avg", "l2clip"),
@@ -48,6 +48,20 @@ ALGORITHMS: Mapping[str, tuple[str, str]] = {
     "bi2clip-l2": ("biclip-l2", "biclip-l2"),
     "diloco": ("nesterov", "adamw"),
 }
+# Algorithms that the paper does not have: what others use, and what ours are compared with.
+OTHERS: Mapping[str, tuple[str, str]] = {
+    "yogi-sgd": ("yogi", "sgd"),
+}
+NAMED: Mapping[str, tuple[str, str]] = {**ALGORITHMS, **OTHERS}
+# Names of other papers: that of failing nodes, which are an argument of `simulate` (participation, drops), and those of
+# federated averaging (arXiv 1602.05629) and of Adaptive Federated Optimization (arXiv 2003.00295).
+ALIASES: Mapping[str, str] = {
+    "sludgeclip": "avg-l2clip",
+    "fedavg": "avg-sgd",
+    "fedadagrad": "adagrad-sgd",
+    "fedadam": "adam-sgd",
+    "fedyogi": "yogi-sgd",
+}
 # Further arguments of `Algorithm`, for algorithms that are more than their two rules.
 EXTRAS: Mapping[str, Mapping[str, Any]] = {
     "adam2": {"send_preconditioner": True},
@@ -62,7 +76,7 @@ class Algorithm:
     """Two optimizers: one for the local steps of a node, one for the mean displacement.
 
     Args:
-        outer: a name (avg, sgd, nesterov, biclip, biclip-l2, adagrad, rmsprop, adam) or a class of torch.optim.
+        outer: a name (avg, sgd, nesterov, biclip, biclip-l2, adagrad, rmsprop, adam, yogi) or a class.
         inner: a name (sgd, l2clip, biclip, biclip-l2, adagrad, adam, adamw, sign, biclip+adam,
             biclip+adamw) or a class.
         outer_settings: by the names of `algorithm`; for a class, its keyword arguments.
@@ -155,6 +169,7 @@ def algorithm(name: str, **settings: Any) -> Algorithm:
         name: outer-inner, or one of bi2clip, bi2clip-l2, adam2, diloco; the paper's spelling is understood too, in any
             case and with or without hyphens: `RMS-TailClip` is rmsprop-biclip. `SludgeClip`, the paper's Avg-L2Clip
             with failing nodes, is avg-l2clip; which nodes fail is an argument of `simulate` (participation, drops).
+            `FedAvg`, `FedAdagrad`, `FedAdam` and `FedYogi` are avg-, adagrad-, adam- and yogi-sgd.
         settings: the settings of both optimizers, and if they apply the keywords weight_decay, dead_zone, scope,
             momentum, inner_momentum, inner_betas, outer_betas, bias_correction, inner_state and send_preconditioner.
             i_u="auto" chooses the threshold from the gradients, and o_u="auto" from the mean displacements: then ilr
@@ -199,6 +214,16 @@ def canonical_name(name: str) -> str:
         'rmsprop-biclip'
     """
     return _resolve(name)[0]
+
+
+def rule_names(name: str) -> tuple[str, str]:
+    """Return the names of an algorithm's outer and inner rule; ValueError for an unknown algorithm.
+
+    Examples:
+        >>> rule_names("bi2clip"), rule_names("FedYogi")
+        (('biclip', 'biclip'), ('yogi', 'sgd'))
+    """
+    return _resolve(name)[1]
 
 
 def rule_of(optimizer: str | type[Optimizer], side: str) -> Rule:
@@ -265,21 +290,22 @@ def _resolve(name: str) -> tuple[str, tuple[str, str]]:
     plain = plain.replace("$", "").replace("{", "").replace("}", "").replace("²", "2")
     if plain == "adam-adam":
         plain = "adam2"
-    if plain in ALGORITHMS:
-        return plain, ALGORITHMS[plain]
+    if plain in NAMED:
+        return plain, NAMED[plain]
     for outer in OUTER:
         inner = plain.removeprefix(f"{outer}-")
         if inner != plain and inner in INNER:
             # biclip-biclip is bi2clip; nesterov-adamw is not diloco, which also keeps its inner state
-            same = [other for other, pair in ALGORITHMS.items() if pair == (outer, inner) and other not in EXTRAS]
+            same = [other for other, pair in NAMED.items() if pair == (outer, inner) and other not in EXTRAS]
             return (same[0] if same else plain), (outer, inner)
     algorithm = _by_spelling().get(spelling_key(name))
     if algorithm is not None:
         return algorithm
-    near = difflib.get_close_matches(plain, [*ALGORITHMS, *(f"{o}-{i}" for o in OUTER for i in INNER)], n=1)
+    near = difflib.get_close_matches(plain, [*NAMED, *(f"{o}-{i}" for o in OUTER for i in INNER)], n=1)
     raise ValueError(
         f"Unknown algorithm: {name!r}{f'; did you mean {near[0]!r}?' if near else '.'} "
-        f"The paper's: {', '.join(ALGORITHMS)}. Others are any of {', '.join(OUTER)} - any of {', '.join(INNER)}."
+        f"The paper's: {', '.join(ALGORITHMS)}. Others: {', '.join(OTHERS)}, "
+        f"and any of {', '.join(OUTER)} - any of {', '.join(INNER)}."
     )
 
 
@@ -287,9 +313,8 @@ def _resolve(name: str) -> tuple[str, tuple[str, str]]:
 def _by_spelling() -> dict[str, tuple[str, tuple[str, str]]]:
     """Return every algorithm by its spelling key; a name of the table wins over a pair of rules."""
     pairs = {spelling_key(f"{outer}-{inner}"): _resolve(f"{outer}-{inner}") for outer in OUTER for inner in INNER}
-    named = {spelling_key(name): (name, pair) for name, pair in ALGORITHMS.items()}
-    # Avg-L2Clip with failing nodes; which nodes fail is an argument of `simulate` (participation, drops).
-    return {**pairs, **named, "sludgeclip": ("avg-l2clip", ALGORITHMS["avg-l2clip"])}
+    named = {spelling_key(name): (name, pair) for name, pair in NAMED.items()}
+    return {**pairs, **named, **{alias: (name, NAMED[name]) for alias, name in ALIASES.items()}}
 
 
 def _keys(rule: Rule) -> tuple[str, ...]:

@@ -222,7 +222,7 @@ def clipped_l2(x: Tensors, delta: Tensors, state: State, s: Settings, o: Options
 
 
 def adaptive(kind: str) -> Step:
-    """x + olr·(Δ or its mean)/(√v + oeps), where v sums (adagrad) or averages the squares; 0/0 is 0."""
+    """x + olr·(Δ or its mean)/(√v + oeps), where v sums (adagrad), averages or follows (yogi) the squares; 0/0 is 0."""
 
     def step(x: Tensors, delta: Tensors, state: State, s: Settings, o: Options) -> Tensors:
         beta1, beta2 = o.outer_betas
@@ -231,7 +231,10 @@ def adaptive(kind: str) -> Step:
         old, new = (1.0, 1.0) if kind == "adagrad" else (beta2, 1 - beta2)
         state["v"] = v = {k: old * state.get("v", zeros)[k] + new * delta[k] ** 2 for k in x}
         top = delta
-        if kind == "adam":
+        if kind == "yogi":
+            past = state.get("last", zeros)
+            state["last"] = v = {k: past[k] - new * delta[k] ** 2 * np.sign(past[k] - delta[k] ** 2) for k in x}
+        if kind in ("adam", "yogi"):
             state["m"] = top = {k: beta1 * state.get("m", zeros)[k] + (1 - beta1) * delta[k] for k in x}
             if o.bias_correction:
                 top, v = {k: top[k] / (1 - beta1**n) for k in x}, {k: v[k] / (1 - beta2**n) for k in x}
@@ -250,6 +253,7 @@ OUTERS: dict[str, Step] = {
     "adagrad": adaptive("adagrad"),
     "rmsprop": adaptive("rmsprop"),
     "adam": adaptive("adam"),
+    "yogi": adaptive("yogi"),
 }
 
 # name: (outer, inner, settings); diloco keeps its inner state.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import tailopt
-from tailopt.algorithms import ALGORITHMS
+from tailopt.algorithms import NAMED
 from tailopt.seeds import generator
 
 ROUNDS, STEPS = 5, 3
@@ -29,7 +29,7 @@ SETTINGS = {
     "momentum": 0.9,
     "weight_decay": 0.01,
 }
-NAMES = (*ALGORITHMS, "bi2clip+momentum")
+NAMES = (*NAMED, "bi2clip+momentum")
 CASES: dict[str, dict[str, Any]] = {
     "everybody": {},
     "two of them": {"participants": 2},

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailopt.algorithms import ALGORITHMS, algorithm
+from tailopt.algorithms import NAMED, algorithm
 from tailopt.paper import paper_settings
 from tailopt.paper.best_settings import pairs
 from tailopt.studies.search_spaces import LIMITS, SPACES, WIDENINGS, Edge, edges, search, widened
@@ -38,7 +38,7 @@ def test_the_paper_s_best_settings_lie_inside(name: str, data: str) -> None:
     assert outside == {}
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("space", ["fine-tuning", "scratch", "regression"])
 def test_every_point_is_a_setting_of_the_algorithm_and_back(name: str, space: str) -> None:
     ranges = SPACES[space].ranges(name)

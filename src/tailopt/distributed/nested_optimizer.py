@@ -59,7 +59,7 @@ class NestedOptimizer(Optimizer):
 
     Args:
         optimizer: the inner optimizer.
-        outer: a name (avg, sgd, nesterov, biclip, biclip-l2, adagrad, rmsprop, adam) or a class of torch.optim.
+        outer: a name (avg, sgd, nesterov, biclip, biclip-l2, adagrad, rmsprop, adam, yogi) or a class.
         outer_settings: its settings: olr, o_u, o_d, oeps, momentum, outer_betas, bias_correction.
         local_steps: inner steps of a round.
         model: for parameter names and buffers; without it parameters are called 0, 1, ... and buffers stay local.

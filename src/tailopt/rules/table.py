@@ -12,9 +12,10 @@ from tailopt.rules.l2clip import BICLIP_L2, L2CLIP
 from tailopt.rules.rmsprop import RMSPROP
 from tailopt.rules.rule import Rule
 from tailopt.rules.sgd import AVG, NESTEROV, SGD
+from tailopt.rules.yogi import YOGI
 
-# Outside, adam and rmsprop have the betas of adaptive federated optimizers and no bias correction, as in the paper's
-# pseudocode of nested training.
+# Outside, adam, rmsprop and yogi have the betas of adaptive federated optimizers and no bias correction, as in the
+# paper's pseudocode of nested training.
 OUTER: Mapping[str, Rule] = {
     "avg": AVG,
     "sgd": SGD,
@@ -24,6 +25,7 @@ OUTER: Mapping[str, Rule] = {
     "adagrad": ADAGRAD,
     "rmsprop": RMSPROP,
     "adam": replace(ADAM, defaults={"betas": (0.9, 0.99), "bias_correction": False}),
+    "yogi": YOGI,
 }
 
 # Inside, adam, adamw and adagrad are torch's.
