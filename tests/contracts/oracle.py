@@ -379,6 +379,7 @@ def run(
     average: bool = False,
     schedules: Mapping[str, Callable[[int], Any]] | None = None,
     guard: bool = True,
+    proximal: float = 0.0,
 ) -> Trace:
     """T rounds from ``start``; a scheduled setting has the value that its function gives for the round."""
     if (outer, inner, inner_state) == ("adam", "adam", "keep") and send_preconditioner:
@@ -399,7 +400,9 @@ def run(
                 limit = bounds(inner, s, x, local_steps, o, raw=bool(anew.get("raw")))
                 y = x
                 for step in range(local_steps):
-                    y = INNERS[inner](y, gradient(i, t, step, copy.deepcopy(y)), state, s, o)
+                    g = gradient(i, t, step, copy.deepcopy(y))
+                    g = {k: g[k] + proximal * (y[k] - x[k]) for k in x}
+                    y = INNERS[inner](y, g, state, s, o)
                 delta_i = {k: y[k] - x[k] for k in x}
                 if not guard or limit.hold(delta_i):
                     accepted[i], kept[i] = delta_i, state  # the state of an excluded node is as it was

@@ -171,6 +171,20 @@ def test_follows_the_oracle_in_float64(name):
     assert moved > 1e-2, "nothing happened"
 
 
+@pytest.mark.parametrize("name", NAMED)
+def test_the_proximal_term_follows_the_oracle(name):
+    settings, options = needed(name), {"proximal": 0.7}
+    algo = tailopt.algorithm(name, **settings)
+    trace = oracle.run(
+        algo.outer, algo.inner, settings, start(), gradient, NODES, ROUNDS, STEPS,
+        weights=WEIGHTS, participants=few, inner_state=algo.inner_state, send_preconditioner=algo.send_preconditioner,
+        **options,
+    )  # fmt: skip
+    result = simulated(algo, weights=WEIGHTS, participation=lambda t, g: few(t), **options)
+    assert distance(result.model, trace.weights[-1]) < 1e-10
+    assert distance(simulated(algo, weights=WEIGHTS, participation=lambda t, g: few(t)).model, trace.weights[-1]) > 1e-6
+
+
 @pytest.mark.parametrize("send", [True, False, "raw"])
 def test_adam2_with_and_without_its_preconditioner(send):
     algo = tailopt.algorithm("adam2", **needed("adam2"), send_preconditioner=send)

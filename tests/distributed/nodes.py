@@ -33,7 +33,7 @@ NAMES = (*NAMED, "bi2clip+momentum")
 CASES: dict[str, dict[str, Any]] = {
     "everybody": {},
     "two of them": {"participants": 2},
-    "projected": {"projection": 2.0, "average": True},
+    "projected and proximal": {"projection": 2.0, "average": True, "proximal": 0.5},
 }
 
 

@@ -104,6 +104,14 @@ def test_transformers(model: str) -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "partial participation": {"participants": 2},
     "unequal passes": {"data": uneven(7, 12, 20), "batch_size": 5, "local_epochs": 1, "weights": "samples"},
+    "proximal": {"proximal": 0.5},
+    "proximal, some nodes, unequal passes": {
+        "proximal": 0.5,
+        "participants": 2,
+        "data": uneven(7, 12, 20),
+        "batch_size": 5,
+        "local_epochs": 1,
+    },
     "projection": {"projection": 0.5},
     "schedules": {"schedules": {"ilr": tailopt.schedules.power(-0.5, per="step")}, "participants": 2},
     "small batches of configurations": {"batch": 2},

@@ -74,6 +74,7 @@ def simulate(
     sampling: str = "uniform",
     drops: float | DropChooser = 0.0,
     on_drop: str = "sync",
+    proximal: float = 0.0,
     projection: float | None = None,
     average: bool = False,
     schedules: Any = None,
@@ -119,6 +120,8 @@ def simulate(
         on_drop: where a node whose contribution was lost goes on: "sync", from the synchronised weights, or "keep",
             from its own; its next displacement then includes the lost rounds, and the guard checks only that it is
             finite.
+        proximal: the factor mu of FedProx: every local step uses g + mu (x - start) instead of the gradient g, where
+            start are the weights at the beginning of the round.
         projection: a radius B: x <- x min(1, B / |x|) after every round.
         average: also keep the average of the rounds' weights, the r-th weighted by r.
         schedules: {"ilr": ...}: schedules of `tailopt.schedules`, functions of the round that return the value, or what
@@ -166,6 +169,7 @@ def simulate(
         sampling=sampling,
         drops=drops,
         on_drop=on_drop,
+        proximal=proximal,
         projection=projection,
         average=average,
         guard=guard,
@@ -280,6 +284,7 @@ class Simulation:
             seed=self.policy.seed,
             device=device,
             precision=self.precision,
+            proximal=self.policy.proximal,
             statistics=statistics,
             resumable=records.folder is not None,
             route=chosen_route(device, self._steps_in_run()),
