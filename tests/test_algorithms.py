@@ -37,6 +37,7 @@ EIGHTEEN = {
 }
 VALUES = {
     "ilr": 0.1,
+    "ilr_adamw": 0.03,
     "olr": 0.5,
     "ieps": 1e-8,
     "oeps": 1e-3,
@@ -58,6 +59,7 @@ NEEDS = {
         "adam": "ilr ieps",
         "adamw": "ilr ieps",
         "sign": "ilr",
+        "muon": "ilr ilr_adamw",
         "biclip+adam": "ilr ieps i_u i_d",
         "biclip+adamw": "ilr ieps i_u i_d",
     },

@@ -51,6 +51,7 @@ ALGORITHMS: Mapping[str, tuple[str, str]] = {
 # Algorithms that the paper does not have: what others use, and what ours are compared with.
 OTHERS: Mapping[str, tuple[str, str]] = {
     "yogi-sgd": ("yogi", "sgd"),
+    "muloco": ("nesterov", "muon"),  # MuLoCo (arXiv 2505.23725): diloco with Muon inside
 }
 NAMED: Mapping[str, tuple[str, str]] = {**ALGORITHMS, **OTHERS}
 # Names of other papers: that of failing nodes, which are an argument of `simulate` (participation, drops), and those of
@@ -66,9 +67,10 @@ ALIASES: Mapping[str, str] = {
 EXTRAS: Mapping[str, Mapping[str, Any]] = {
     "adam2": {"send_preconditioner": True},
     "diloco": {"inner_state": "keep"},
+    "muloco": {"inner_state": "keep"},
 }
 # Settings that are optional for the rule, but required in this algorithm.
-REQUIRED: Mapping[str, tuple[str, ...]] = {"diloco": ("weight_decay",)}
+REQUIRED: Mapping[str, tuple[str, ...]] = {"diloco": ("weight_decay",), "muloco": ("weight_decay",)}
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Algorithm:
 
     Args:
         outer: a name (avg, sgd, nesterov, biclip, biclip-l2, adagrad, rmsprop, adam, yogi) or a class.
-        inner: a name (sgd, l2clip, biclip, biclip-l2, adagrad, adam, adamw, sign, biclip+adam,
+        inner: a name (sgd, l2clip, biclip, biclip-l2, adagrad, adam, adamw, sign, muon, biclip+adam,
             biclip+adamw) or a class.
         outer_settings: by the names of `algorithm`; for a class, its keyword arguments.
         inner_settings: the same for the inner optimizer.
@@ -166,9 +168,10 @@ def algorithm(name: str, **settings: Any) -> Algorithm:
     """Return an algorithm by its name, with all its settings.
 
     Args:
-        name: outer-inner, or one of bi2clip, bi2clip-l2, adam2, diloco; the paper's spelling is understood too, in any
-            case and with or without hyphens: `RMS-TailClip` is rmsprop-biclip. `SludgeClip`, the paper's Avg-L2Clip
-            with failing nodes, is avg-l2clip; which nodes fail is an argument of `simulate` (participation, drops).
+        name: outer-inner, or one of bi2clip, bi2clip-l2, adam2, diloco, muloco; the paper's spelling is understood too,
+            in any case and with or without hyphens: `RMS-TailClip` is rmsprop-biclip. `SludgeClip`, the paper's
+            Avg-L2Clip with failing nodes, is avg-l2clip; which nodes fail is an argument of `simulate` (participation,
+            drops).
             `FedAvg`, `FedAdagrad`, `FedAdam` and `FedYogi` are avg-, adagrad-, adam- and yogi-sgd.
         settings: the settings of both optimizers, and if they apply the keywords weight_decay, dead_zone, scope,
             momentum, inner_momentum, inner_betas, outer_betas, bias_correction, inner_state and send_preconditioner.
@@ -244,8 +247,9 @@ def hparams_of(optimizer: str | type[Optimizer], settings: Mapping[str, Any], si
     defaults = dict(rule.defaults) if public else {}
     names = {key: public.get(key, key) for key in _keys(rule)}
     values = {key: settings[name] for key, name in names.items() if name in settings}
-    if isinstance(values.get("betas"), list):  # elsewhere a list has a value for each parameter
-        values["betas"] = tuple(values["betas"])
+    for key in ("betas", "adamw_on"):  # elsewhere a list has a value for each parameter
+        if isinstance(values.get(key), list):
+            values[key] = tuple(values[key])
     hparams = {**defaults, **values}
     if public and not is_auto(hparams.get("u")):
         hparams.pop("scale", None)  # the thresholds are what they are

@@ -18,6 +18,7 @@ from tailopt.arguments import check_choice
 from tailopt.clipping.operators import check_thresholds
 from tailopt.optimizers.auto_thresholds import is_auto
 from tailopt.rules.l2clip import SCOPES
+from tailopt.rules.muon import ADJUST_LR_FNS
 from tailopt.rules.rule import Rule
 from tailopt.thresholds import SCALES, lower_of_auto, ratio_of_auto
 
@@ -25,6 +26,8 @@ from tailopt.thresholds import SCALES, lower_of_auto, ratio_of_auto
 PUBLIC_NAMES = {
     "inner": {
         "lr": "ilr",
+        "lr_adamw": "ilr_adamw",
+        "adamw_on": "adamw_on",
         "u": "i_u",
         "d": "i_d",
         "eps": "ieps",
@@ -42,7 +45,7 @@ def check_values(hparams: Mapping[str, Any], side: str) -> None:
     public = PUBLIC_NAMES[side]
     for key, value in hparams.items():
         name = public.get(key, key)
-        if key in ("lr", "eps", "weight_decay") and not isinstance(value, Tensor | Mapping):
+        if key in ("lr", "lr_adamw", "eps", "weight_decay") and not isinstance(value, Tensor | Mapping):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ValueError(f"Invalid {name}: {value!r}; need 0 <= {name} < inf.")
         elif key == "momentum" and not _is_fraction(value):
@@ -51,6 +54,12 @@ def check_values(hparams: Mapping[str, Any], side: str) -> None:
             isinstance(value, Sequence) and len(value) == 2 and all(_is_fraction(beta) for beta in value)
         ):
             raise ValueError(f"Invalid {name}: {value!r}; need two numbers in [0, 1).")
+        elif key == "adamw_on" and not _are_patterns(value):
+            raise ValueError(
+                f"Invalid adamw_on: {value!r}; need a pattern of parameter names such as '*emb*', or several."
+            )
+        elif key == "adjust_lr_fn":
+            check_choice("adjust_lr_fn", value, ADJUST_LR_FNS)
         elif key == "scope" and value not in SCOPES:
             raise ValueError(f"Invalid scope: {value!r}; need one of {', '.join(SCOPES)}.")
         elif key == "scale" and isinstance(hparams.get("u"), str):
@@ -104,6 +113,11 @@ def _by_public_names(message: str, side: str) -> str:
 def _is_fraction(value: Any) -> bool:
     """Whether a value is a number in [0, 1), or a tensor with one such element."""
     return not isinstance(value, bool | str) and hasattr(value, "__float__") and 0 <= float(value) < 1
+
+
+def _are_patterns(value: Any) -> bool:
+    patterns = [value] if isinstance(value, str) else value
+    return isinstance(patterns, Sequence) and all(isinstance(p, str) and p for p in patterns) and len(patterns) > 0
 
 
 def check_threshold_settings(u: Any, d: Any, dead_zone: Any, side: str) -> None:

@@ -19,6 +19,7 @@ from tailopt.seeds import generator
 ROUNDS, STEPS = 5, 3
 SETTINGS = {
     "ilr": 0.05,
+    "ilr_adamw": 0.01,
     "i_u": 0.5,
     "i_d": 0.05,
     "ieps": 1e-4,

@@ -265,6 +265,42 @@ def test_diloco_is_adamw_inside_nesterov(keep: bool, dtype: torch.dtype) -> None
     assert_equal(simulated(algo, dtype), wanted)
 
 
+class MuonAndAdamW:
+    """What one writes by hand with torch.optim: Muon on the matrix, AdamW on the rest."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        a, b = params
+        self._both = (
+            torch.optim.Muon([a], lr=0.05, weight_decay=0.2),
+            torch.optim.AdamW([b], lr=0.03, eps=1e-6, weight_decay=0.2),
+        )
+
+    def zero_grad(self) -> None:
+        for optimizer in self._both:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self._both:
+            optimizer.step()
+
+
+@DTYPES
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "anew"])
+@pytest.mark.parametrize("name", ["avg-muon", "muloco"])
+def test_muon_inside_is_torchs_own(name: str, keep: bool, dtype: torch.dtype) -> None:
+    inner: Any = MuonAndAdamW
+    settings = {"ilr": 0.05, "ilr_adamw": 0.03, "ieps": 1e-6, "weight_decay": 0.2, "adamw_on": "b"}
+    options = {"inner_state": "keep" if keep else "reset"}
+    if name == "avg-muon":
+        found = simulated(tailopt.algorithm(name, **settings, **options), dtype, nodes=1)
+        wanted = by_hand(inner, None, dtype, keep, nodes=1)
+    else:
+        found = simulated(tailopt.algorithm(name, **settings, olr=0.7, momentum=0.6, **options), dtype)
+        outer = lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.6, nesterov=True)  # noqa: E731
+        wanted = by_hand(inner, outer, dtype, keep)
+    assert_equal(found, wanted)
+
+
 OUTSIDE: list[tuple[str, dict[str, Any], Optimizer]] = [
     ("sgd", {"momentum": 0.8}, lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.8)),
     ("adagrad", {"oeps": 1e-3}, lambda p: torch.optim.Adagrad(p, lr=0.3, eps=1e-3)),

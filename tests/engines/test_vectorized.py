@@ -32,6 +32,7 @@ INNER = {
     "adagrad": lambda d: {"ilr": 0.01, "ieps": 1e-3},
     "adam": lambda d: {"ilr": 0.002, "ieps": 1e-3},
     "adamw": lambda d: {"ilr": 0.002, "ieps": 1e-3, "weight_decay": 0.01},
+    "muon": lambda d: {"ilr": 0.01, "ilr_adamw": 0.002, "weight_decay": 0.01, "adamw_on": ("*.bias", "*norm*", "wte*")},
 }
 OUTER = {
     "avg": lambda d: {},

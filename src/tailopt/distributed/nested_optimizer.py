@@ -35,7 +35,7 @@ from tailopt.distributed.node import Node
 from tailopt.distributed.node_records import NodeRecords, RecordOptions
 from tailopt.distributed.rule_optimizer import RuleOptimizer
 from tailopt.distributed.trainable_set import TrainableSet, described_sizes, named_parameters
-from tailopt.engines.model_state import Buffers
+from tailopt.engines.model_state import Buffers, names_and_dimensions, trainable_parameters
 from tailopt.engines.simulate import algorithm_config
 from tailopt.records.run_config import storable
 from tailopt.rounds import robust
@@ -243,9 +243,9 @@ class NestedOptimizer(Optimizer):
         cls, model: torch.nn.Module, algorithm: Algorithm, *, schedules: Any = None, **options: Any
     ) -> NestedOptimizer:
         """Build the inner optimizer too, from an algorithm: the way to adam2, and to the bits of the simulation."""
-        pairs = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        hparams = AlgorithmHyperparameters(algorithm, schedules, [name for name, _ in pairs])
-        inner = RuleOptimizer([p for _, p in pairs], hparams.inner.rule, hparams.inner.at(1))
+        trained = trainable_parameters(model)
+        hparams = AlgorithmHyperparameters(algorithm, schedules, *names_and_dimensions(trained))
+        inner = RuleOptimizer(trained.values(), hparams.inner.rule, hparams.inner.at(1))
         options.setdefault("inner_state", algorithm.inner_state)
         return cls(inner, algorithm.outer, model=model, settings=hparams, algorithm=algorithm, **options)
 

@@ -143,7 +143,8 @@ class CapturedSteps:
             return None
         if not isinstance(inner, StackedSteps) or inner.keeps_state(hparams):
             name = inner.rule.name  # type: ignore[attr-defined]
-            refused["step"] = f"{name} keeps a state" if isinstance(inner, StackedSteps) else f"{name} is a class"
+            how = "keeps a state" if isinstance(inner, StackedSteps) else "steps node after node"
+            refused["step"] = f"{name} {how}"
             return None
         numbers = self._numbers_of(hparams, weights[0].device)
 

@@ -18,7 +18,7 @@ from tailopt.arguments import check_choice, check_counts, check_flags, check_fun
 from tailopt.engines.batches import BatchFunction, BatchSource, DatasetBatches, FunctionBatches, LossFunction
 from tailopt.engines.engine import Evaluate
 from tailopt.engines.loop import Loop, Reporting
-from tailopt.engines.model_state import ModelState, trainable_parameters
+from tailopt.engines.model_state import ModelState, names_and_dimensions, trainable_parameters
 from tailopt.engines.routes import chosen_route
 from tailopt.engines.sequential import PRECISIONS, LocalTraining, Sequential
 from tailopt.engines.vectorized import Vectorized
@@ -238,8 +238,8 @@ class Simulation:
                 "Use a map-style dataset without a sampler, or leave `run` out."
             )
         device = torch.device(self.device) if self.device is not None else next(self.model.parameters()).device
-        names = list(trainable_parameters(self.model))
-        hyperparameters = AlgorithmHyperparameters(self.algorithm, self.schedules, names)
+        names, dims = names_and_dimensions(trainable_parameters(self.model))
+        hyperparameters = AlgorithmHyperparameters(self.algorithm, self.schedules, names, dims)
         hyperparameters.check_first_round()
         auto_thresholds = hyperparameters.auto_thresholds
         working = (self.model if inplace else copy.deepcopy(self.model)).to(device)

@@ -43,8 +43,8 @@ class Vectorized(Sequential):
         super().__init__(model, training)
         self._program = StackedModel(model, training.loss, PRECISIONS[training.precision])
         rule = training.inner_hyperparameters.rule
-        named = isinstance(training.algorithm.inner, str)
-        self._inner: InnerSteps = StackedSteps(rule) if named else SeparateSteps(rule)
+        stackable = isinstance(training.algorithm.inner, str) and not rule.needs_whole_tensors
+        self._inner: InnerSteps = StackedSteps(rule) if stackable else SeparateSteps(rule)
         compiled = training.route.name == COMPILED
         self._captured = CapturedSteps(self._program, self._inner, None, bool(training.proximal)) if compiled else None
         self._stack: list[Tensor] = []  # the memory of the stacked weights, used again in every round

@@ -33,6 +33,7 @@ COLOURS = {
     "adagrad": PALETTE["purple"],
     "adam": PALETTE["orange"],
     "adamw": PALETTE["green"],
+    "muon": PALETTE["black"],
 }
 LINES: Mapping[str, Any] = {
     "avg": "-",

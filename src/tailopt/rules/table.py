@@ -9,6 +9,7 @@ from tailopt.rules.adagrad import ADAGRAD
 from tailopt.rules.adam import ADAM, ADAMW, BICLIP_ADAM, BICLIP_ADAMW
 from tailopt.rules.biclip import BICLIP, SIGN
 from tailopt.rules.l2clip import BICLIP_L2, L2CLIP
+from tailopt.rules.muon import MUON
 from tailopt.rules.rmsprop import RMSPROP
 from tailopt.rules.rule import Rule
 from tailopt.rules.sgd import AVG, NESTEROV, SGD
@@ -28,7 +29,7 @@ OUTER: Mapping[str, Rule] = {
     "yogi": YOGI,
 }
 
-# Inside, adam, adamw and adagrad are torch's.
+# Inside, adam, adamw, adagrad and muon are torch's.
 INNER: Mapping[str, Rule] = {
     "sgd": replace(SGD, defaults={}),
     "l2clip": L2CLIP,
@@ -38,6 +39,7 @@ INNER: Mapping[str, Rule] = {
     "adam": ADAM,
     "adamw": ADAMW,
     "sign": SIGN,
+    "muon": MUON,
     "biclip+adam": BICLIP_ADAM,
     "biclip+adamw": BICLIP_ADAMW,
 }

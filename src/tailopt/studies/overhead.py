@@ -42,8 +42,8 @@ SUMMARY = "memory, traffic and time of all algorithms, measured and by formula; 
 OPTIONS: tuple[str, ...] = ()
 
 NODES, ROUNDS, PARAMETERS = 2, 3, 4_000_000
-# bytes per parameter of a rule's state
-STATE = {"adagrad": 4, "rmsprop": 4, "adam": 8, "adamw": 8, "yogi": 8, "nesterov": 4}
+# bytes per parameter of a rule's state; of muon, those of a hidden matrix
+STATE = {"adagrad": 4, "rmsprop": 4, "adam": 8, "adamw": 8, "yogi": 8, "nesterov": 4, "muon": 4}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ algorithms that have the rule, and these are searched again: see `comparison_run
 
 Weights that were trained before move by 1e-6 to 1e-3 per step, weights that start at random by more. The outer BiClip
 is searched by its learning rate on models: around 1 a mean displacement between the thresholds is applied as it is.
+Muon has no ranges for regression: a linear model has no hidden matrix.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ SPACES: Mapping[str, Space] = {
             "adagrad": {"ilr": Range(1e-5, 3e-3), "ieps": _EPS},
             "adam": {"ilr": Range(3e-6, 1e-3), "ieps": _EPS},
             "adamw": {"ilr": Range(3e-6, 1e-3), "ieps": _EPS, "weight_decay": _DECAY},
+            "muon": {"ilr": Range(1e-5, 1e-2), "ilr_adamw": Range(3e-6, 1e-3), "weight_decay": _DECAY},
         },
         outer={
             "avg": {},
@@ -79,6 +81,7 @@ SPACES: Mapping[str, Space] = {
             "adagrad": {"ilr": Range(1e-3, 3e-2), "ieps": _EPS},
             "adam": {"ilr": Range(1e-5, 5e-3), "ieps": _EPS},
             "adamw": {"ilr": Range(1e-5, 5e-3), "ieps": _EPS, "weight_decay": _DECAY},
+            "muon": {"ilr": Range(1e-3, 0.1), "ilr_adamw": Range(1e-5, 5e-3), "weight_decay": _DECAY},
         },
         outer={
             "avg": {},
@@ -97,6 +100,7 @@ SPACES: Mapping[str, Space] = {
         inner={
             "adam": {"ilr": Range(3e-4, 5e-3), "ieps": _EPS},
             "adamw": {"ilr": Range(3e-4, 5e-3), "ieps": _EPS, "weight_decay": _DECAY},
+            "muon": {"ilr": Range(3e-3, 0.1), "ilr_adamw": Range(3e-4, 5e-3), "weight_decay": _DECAY},
             "biclip": {"i_move": Range(3e-4, 3e-3), "i_u": Range(1e-4, 1e-2), "i_share": _SHARE},
         },
         outer={
