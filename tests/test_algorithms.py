@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tailopt
-from tailopt.algorithms import ALGORITHMS, _by_spelling, _resolve, per_parameter, spelling_key
+from tailopt.algorithms import ALGORITHMS, NAMED, OTHERS, _by_spelling, _resolve, rule_names, spelling_key
 from tailopt.paper.best_settings import pairs
 from tailopt.rules.table import INNER, OUTER
 
@@ -37,6 +37,7 @@ EIGHTEEN = {
 }
 VALUES = {
     "ilr": 0.1,
+    "ilr_adamw": 0.03,
     "olr": 0.5,
     "ieps": 1e-8,
     "oeps": 1e-3,
@@ -58,6 +59,7 @@ NEEDS = {
         "adam": "ilr ieps",
         "adamw": "ilr ieps",
         "sign": "ilr",
+        "muon": "ilr ilr_adamw",
         "biclip+adam": "ilr ieps i_u i_d",
         "biclip+adamw": "ilr ieps i_u i_d",
     },
@@ -70,6 +72,7 @@ NEEDS = {
         "adagrad": "olr oeps",
         "rmsprop": "olr oeps",
         "adam": "olr oeps",
+        "yogi": "olr oeps",
     },
 }
 
@@ -147,6 +150,20 @@ def test_spellings(spelling: str, name: str) -> None:
     assert algo.name == name and (algo.outer, algo.inner) == ALGORITHMS[name]
 
 
+@pytest.mark.parametrize(
+    ("name", "outer"), [("FedAvg", "avg"), ("FedAdagrad", "adagrad"), ("fed-adam", "adam"), ("FedYogi", "yogi")]
+)
+def test_names_of_federated_averaging(name: str, outer: str) -> None:
+    algo = tailopt.algorithm(name, **some(f"{NEEDS['outer'][outer]} ilr"))
+    assert (algo.name, algo.outer, algo.inner) == (f"{outer}-sgd", outer, "sgd")
+
+
+def test_the_papers_table_is_not_all_that_has_a_name() -> None:
+    assert not ALGORITHMS.keys() & OTHERS.keys() and {**ALGORITHMS, **OTHERS} == NAMED
+    assert not {*OTHERS} & {name for name, _ in pairs()}, "the paper has no settings for them"
+    assert all(rule_names(name) == (outer, inner) for name, (outer, inner) in NAMED.items())
+
+
 def test_no_two_algorithms_have_the_same_letters() -> None:
     names = {f"{outer}-{inner}" for outer in OUTER for inner in INNER}
     assert len({spelling_key(name) for name in names}) == len(names)
@@ -179,7 +196,7 @@ def test_nesterov_adamw_is_diloco_with_state_made_anew() -> None:
 def test_unknown_names_suggest(name: str, meant: str) -> None:
     with pytest.raises(ValueError, match=rf"^Unknown algorithm: '{name}'; did you mean '{meant}'\?") as found:
         tailopt.algorithm(name)
-    assert all(known in str(found.value) for known in [*ALGORITHMS, *OUTER, *INNER])
+    assert all(known in str(found.value) for known in [*NAMED, *OUTER, *INNER])
 
 
 # Pairs
@@ -321,20 +338,6 @@ def test_values_at_the_edge(edge: dict[str, Any]) -> None:
         **some("ilr i_u i_d"),
         **edge,
     }
-
-
-# Thresholds by parameter
-
-
-def test_by_parameter() -> None:
-    names = ["encoder.0.weight", "encoder.0.bias", "head.weight"]
-    assert per_parameter(0.5, names, "i_u") == 0.5
-    assert per_parameter({"*": 0.5}, names, "i_u") == [0.5, 0.5, 0.5]
-    assert per_parameter({"*.bias": 1.0, "head.*": 2.0, "*": 0.5}, names, "i_u") == [0.5, 1.0, 2.0]
-    assert per_parameter({"*": 0.5, "head.*": 2.0}, names, "i_u") == [0.5, 0.5, 0.5], "the first that fits"
-    assert per_parameter({"encoder.[01].*": 1.0, "HEAD.*": 3.0, "head.?eight": 2.0}, names, "i_u") == [1.0, 1.0, 2.0]
-    with pytest.raises(ValueError, match=r"Invalid o_d: no pattern of \['a', 'b'\] fits the parameter 'head.weight'"):
-        per_parameter({"b": 1.0, "a": 1.0}, ["head.weight"], "o_d")
 
 
 # Classes, and the settings property

@@ -6,37 +6,28 @@ Names are outer-inner. Every pair of an outer and an inner rule is an algorithm;
 Settings have the paper's column names: `ilr`, `i_u`, `i_d`, `ieps` for the inner rule, `olr`, `o_u`, `o_d`, `oeps` for
 the outer one. i_u, i_d, o_u and o_d may be numbers, tensors that broadcast against a parameter (rows, columns), or
 mappings from patterns of parameter names to either; or "auto", which `rounds.auto_thresholds` turns into numbers.
-
-A side is "outer" or "inner". A key is a rule's own name for a hyperparameter (`lr`, `u`); its public name tells the
-sides apart (`ilr`, `o_u`).
 """
 
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import functools
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import Tensor
 from torch.optim import Optimizer
 
-from tailopt.arguments import check_choice
-from tailopt.clipping.operators import check_thresholds
 from tailopt.optimizers.auto_thresholds import is_auto
-from tailopt.rules.l2clip import SCOPES
 from tailopt.rules.rule import Rule
 from tailopt.rules.table import INNER, OUTER
 from tailopt.rules.torch_optim import torch_rule
-from tailopt.thresholds import SCALES, lower_of_auto, ratio_of_auto
+from tailopt.settings import FIXED_KEYS, PUBLIC_NAMES, check_rule_thresholds, check_values
 
 InnerState = Literal["reset", "keep"]
 
-# name -> outer rule, inner rule; any other name is the names of two rules
+# The paper's: name -> outer rule, inner rule. Any other name is the names of two rules.
 ALGORITHMS: Mapping[str, tuple[str, str]] = {
     "avg-sgd": ("avg", "sgd"),
     "avg-l2clip": ("avg", "l2clip"),
@@ -57,28 +48,29 @@ ALGORITHMS: Mapping[str, tuple[str, str]] = {
     "bi2clip-l2": ("biclip-l2", "biclip-l2"),
     "diloco": ("nesterov", "adamw"),
 }
+# Algorithms that the paper does not have: what others use, and what ours are compared with.
+OTHERS: Mapping[str, tuple[str, str]] = {
+    "yogi-sgd": ("yogi", "sgd"),
+    "muloco": ("nesterov", "muon"),  # MuLoCo (arXiv 2505.23725): diloco with Muon inside
+}
+NAMED: Mapping[str, tuple[str, str]] = {**ALGORITHMS, **OTHERS}
+# Names of other papers: that of failing nodes, which are an argument of `simulate` (participation, drops), and those of
+# federated averaging (arXiv 1602.05629) and of Adaptive Federated Optimization (arXiv 2003.00295).
+ALIASES: Mapping[str, str] = {
+    "sludgeclip": "avg-l2clip",
+    "fedavg": "avg-sgd",
+    "fedadagrad": "adagrad-sgd",
+    "fedadam": "adam-sgd",
+    "fedyogi": "yogi-sgd",
+}
 # Further arguments of `Algorithm`, for algorithms that are more than their two rules.
 EXTRAS: Mapping[str, Mapping[str, Any]] = {
     "adam2": {"send_preconditioner": True},
     "diloco": {"inner_state": "keep"},
+    "muloco": {"inner_state": "keep"},
 }
 # Settings that are optional for the rule, but required in this algorithm.
-REQUIRED: Mapping[str, tuple[str, ...]] = {"diloco": ("weight_decay",)}
-
-# By side: key of a rule -> public name. Other keys are public names themselves.
-PUBLIC_NAMES = {
-    "inner": {
-        "lr": "ilr",
-        "u": "i_u",
-        "d": "i_d",
-        "eps": "ieps",
-        "betas": "inner_betas",
-        "momentum": "inner_momentum",
-    },
-    "outer": {"lr": "olr", "u": "o_u", "d": "o_d", "eps": "oeps", "betas": "outer_betas"},
-}
-# By side: options of a rule that users cannot set. The inner Adam is torch's, which always corrects its bias.
-FIXED_KEYS = {"inner": {"bias_correction"}, "outer": set[str]()}
+REQUIRED: Mapping[str, tuple[str, ...]] = {"diloco": ("weight_decay",), "muloco": ("weight_decay",)}
 
 
 @dataclass(frozen=True)
@@ -86,8 +78,8 @@ class Algorithm:
     """Two optimizers: one for the local steps of a node, one for the mean displacement.
 
     Args:
-        outer: a name (avg, sgd, nesterov, biclip, biclip-l2, adagrad, rmsprop, adam) or a class of torch.optim.
-        inner: a name (sgd, l2clip, biclip, biclip-l2, adagrad, adam, adamw, sign, biclip+adam,
+        outer: a name (avg, sgd, nesterov, biclip, biclip-l2, adagrad, rmsprop, adam, yogi) or a class.
+        inner: a name (sgd, l2clip, biclip, biclip-l2, adagrad, adam, adamw, sign, muon, biclip+adam,
             biclip+adamw) or a class.
         outer_settings: by the names of `algorithm`; for a class, its keyword arguments.
         inner_settings: the same for the inner optimizer.
@@ -176,9 +168,11 @@ def algorithm(name: str, **settings: Any) -> Algorithm:
     """Return an algorithm by its name, with all its settings.
 
     Args:
-        name: outer-inner, or one of bi2clip, bi2clip-l2, adam2, diloco; the paper's spelling is understood too, in any
-            case and with or without hyphens: `RMS-TailClip` is rmsprop-biclip. `SludgeClip`, the paper's Avg-L2Clip
-            with failing nodes, is avg-l2clip; which nodes fail is an argument of `simulate` (participation, drops).
+        name: outer-inner, or one of bi2clip, bi2clip-l2, adam2, diloco, muloco; the paper's spelling is understood too,
+            in any case and with or without hyphens: `RMS-TailClip` is rmsprop-biclip. `SludgeClip`, the paper's
+            Avg-L2Clip with failing nodes, is avg-l2clip; which nodes fail is an argument of `simulate` (participation,
+            drops).
+            `FedAvg`, `FedAdagrad`, `FedAdam` and `FedYogi` are avg-, adagrad-, adam- and yogi-sgd.
         settings: the settings of both optimizers, and if they apply the keywords weight_decay, dead_zone, scope,
             momentum, inner_momentum, inner_betas, outer_betas, bias_correction, inner_state and send_preconditioner.
             i_u="auto" chooses the threshold from the gradients, and o_u="auto" from the mean displacements: then ilr
@@ -225,6 +219,16 @@ def canonical_name(name: str) -> str:
     return _resolve(name)[0]
 
 
+def rule_names(name: str) -> tuple[str, str]:
+    """Return the names of an algorithm's outer and inner rule; ValueError for an unknown algorithm.
+
+    Examples:
+        >>> rule_names("bi2clip"), rule_names("FedYogi")
+        (('biclip', 'biclip'), ('yogi', 'sgd'))
+    """
+    return _resolve(name)[1]
+
+
 def rule_of(optimizer: str | type[Optimizer], side: str) -> Rule:
     """Return the update rule of a name, or of a class of torch.optim, on the side "outer" or "inner"."""
     table = OUTER if side == "outer" else INNER
@@ -243,8 +247,9 @@ def hparams_of(optimizer: str | type[Optimizer], settings: Mapping[str, Any], si
     defaults = dict(rule.defaults) if public else {}
     names = {key: public.get(key, key) for key in _keys(rule)}
     values = {key: settings[name] for key, name in names.items() if name in settings}
-    if isinstance(values.get("betas"), list):  # elsewhere a list has a value for each parameter
-        values["betas"] = tuple(values["betas"])
+    for key in ("betas", "adamw_on"):  # elsewhere a list has a value for each parameter
+        if isinstance(values.get(key), list):
+            values[key] = tuple(values[key])
     hparams = {**defaults, **values}
     if public and not is_auto(hparams.get("u")):
         hparams.pop("scale", None)  # the thresholds are what they are
@@ -255,32 +260,9 @@ def check_side(optimizer: str | type[Optimizer], settings: Mapping[str, Any], si
     """Refuse settings of one side that are unknown, missing or out of range; `what` names it in the message."""
     _check_names(what, settings, *_public_names(rule_of(optimizer, side), side))
     hparams = hparams_of(optimizer, settings, side)
-    _check_values(hparams, side)
+    check_values(hparams, side)
     if "u" in hparams:
-        _check_thresholds(rule_of(optimizer, side), hparams, side)
-
-
-def per_parameter(value: Any, names: Sequence[str], setting: str) -> Any:
-    """Return the setting of every parameter if it is a mapping from patterns, else the setting itself.
-
-    The first pattern that fits a name counts; "*" fits all.
-
-    Examples:
-        >>> per_parameter({"*.bias": 1.0, "*": 0.5}, ["layer.weight", "layer.bias"], "i_u")
-        [0.5, 1.0]
-    """
-    if not isinstance(value, Mapping):
-        return value
-    result = []
-    for name in names:
-        fitting = [pattern for pattern in value if fnmatch.fnmatchcase(name, pattern)]
-        if not fitting:
-            raise ValueError(
-                f"Invalid {setting}: no pattern of {sorted(value)} fits the parameter {name!r}. "
-                'Add it, or "*" as the last one.'
-            )
-        result.append(value[fitting[0]])
-    return result
+        check_rule_thresholds(rule_of(optimizer, side), hparams, side)
 
 
 def _optimizer_name(optimizer: str | type[Optimizer]) -> str:
@@ -312,21 +294,22 @@ def _resolve(name: str) -> tuple[str, tuple[str, str]]:
     plain = plain.replace("$", "").replace("{", "").replace("}", "").replace("²", "2")
     if plain == "adam-adam":
         plain = "adam2"
-    if plain in ALGORITHMS:
-        return plain, ALGORITHMS[plain]
+    if plain in NAMED:
+        return plain, NAMED[plain]
     for outer in OUTER:
         inner = plain.removeprefix(f"{outer}-")
         if inner != plain and inner in INNER:
             # biclip-biclip is bi2clip; nesterov-adamw is not diloco, which also keeps its inner state
-            same = [other for other, pair in ALGORITHMS.items() if pair == (outer, inner) and other not in EXTRAS]
+            same = [other for other, pair in NAMED.items() if pair == (outer, inner) and other not in EXTRAS]
             return (same[0] if same else plain), (outer, inner)
     algorithm = _by_spelling().get(spelling_key(name))
     if algorithm is not None:
         return algorithm
-    near = difflib.get_close_matches(plain, [*ALGORITHMS, *(f"{o}-{i}" for o in OUTER for i in INNER)], n=1)
+    near = difflib.get_close_matches(plain, [*NAMED, *(f"{o}-{i}" for o in OUTER for i in INNER)], n=1)
     raise ValueError(
         f"Unknown algorithm: {name!r}{f'; did you mean {near[0]!r}?' if near else '.'} "
-        f"The paper's: {', '.join(ALGORITHMS)}. Others are any of {', '.join(OUTER)} - any of {', '.join(INNER)}."
+        f"The paper's: {', '.join(ALGORITHMS)}. Others: {', '.join(OTHERS)}, "
+        f"and any of {', '.join(OUTER)} - any of {', '.join(INNER)}."
     )
 
 
@@ -334,9 +317,8 @@ def _resolve(name: str) -> tuple[str, tuple[str, str]]:
 def _by_spelling() -> dict[str, tuple[str, tuple[str, str]]]:
     """Return every algorithm by its spelling key; a name of the table wins over a pair of rules."""
     pairs = {spelling_key(f"{outer}-{inner}"): _resolve(f"{outer}-{inner}") for outer in OUTER for inner in INNER}
-    named = {spelling_key(name): (name, pair) for name, pair in ALGORITHMS.items()}
-    # Avg-L2Clip with failing nodes; which nodes fail is an argument of `simulate` (participation, drops).
-    return {**pairs, **named, "sludgeclip": ("avg-l2clip", ALGORITHMS["avg-l2clip"])}
+    named = {spelling_key(name): (name, pair) for name, pair in NAMED.items()}
+    return {**pairs, **named, **{alias: (name, NAMED[name]) for alias, name in ALIASES.items()}}
 
 
 def _keys(rule: Rule) -> tuple[str, ...]:
@@ -361,89 +343,3 @@ def _check_names(owner: str, settings: Mapping[str, Any], required: set[str], op
         allowed = f" It may have {', '.join(sorted(optional))}." if optional else ""
         need = f"needs {', '.join(sorted(required))}." if required else "needs no setting."
         raise ValueError(f"Invalid settings for {owner}: {'; '.join(problems)}. It {need}{allowed}")
-
-
-def _check_values(hparams: Mapping[str, Any], side: str) -> None:
-    """Raise ValueError if a hyperparameter is outside its range."""
-    public = PUBLIC_NAMES[side]
-    for key, value in hparams.items():
-        name = public.get(key, key)
-        if key in ("lr", "eps", "weight_decay") and not isinstance(value, Tensor | Mapping):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ValueError(f"Invalid {name}: {value!r}; need 0 <= {name} < inf.")
-        elif key == "momentum" and not _is_fraction(value):
-            raise ValueError(f"Invalid {name}: {value!r}; need 0 <= {name} < 1.")
-        elif key == "betas" and not (
-            isinstance(value, Sequence) and len(value) == 2 and all(_is_fraction(beta) for beta in value)
-        ):
-            raise ValueError(f"Invalid {name}: {value!r}; need two numbers in [0, 1).")
-        elif key == "scope" and value not in SCOPES:
-            raise ValueError(f"Invalid scope: {value!r}; need one of {', '.join(SCOPES)}.")
-        elif key == "scale" and isinstance(hparams.get("u"), str):
-            check_choice("scale", value, SCALES)
-
-
-def _check_thresholds(rule: Rule, hparams: Mapping[str, Any], side: str) -> None:
-    """Raise ValueError unless the thresholds are in order, or "auto" where the rule can choose them."""
-    u, d, zone = hparams["u"], hparams.get("d", 0.0), hparams.get("dead_zone", 0.0)
-    name_of_u, name_of_d = (PUBLIC_NAMES[side][key] for key in ("u", "d"))
-    zone = 0.0 if is_auto(zone) else zone
-    for name, value in ((name_of_u, u), (name_of_d, d)):
-        if isinstance(value, Mapping) and any(map(is_auto, value.values())):
-            raise ValueError(f'Invalid {name}: {value}; "auto" is for all parameters. Write {name}="auto".')
-    if is_auto(u):
-        if rule.auto_u_limits is None:
-            raise ValueError(
-                f'Invalid {name_of_u}: "auto" is for biclip, biclip-l2 and l2clip, not for {rule.name}, whose step is '
-                "not limited by it. Give a number."
-            )
-        try:
-            ratio_of_auto(d)
-        except ValueError as error:
-            raise ValueError(_by_public_names(str(error), side)) from None
-        check_threshold_settings(math.inf, 0.0, zone, side)
-        return
-    check_threshold_settings(u, 0.0 if is_auto(d) else d, zone, side)
-    if is_auto(d):
-        try:
-            lower_thresholds(u)
-        except ValueError as error:
-            raise ValueError(_by_public_names(str(error), side)) from None
-
-
-def lower_thresholds(u: Any) -> Any:
-    """Return d="auto" for a u that is a number, a tensor, or several of them in a mapping or a list.
-
-    Examples:
-        >>> lower_thresholds({"*.bias": 3.0, "*": 1.5})
-        {'*.bias': 1.0, '*': 0.5}
-    """
-    if isinstance(u, Mapping):
-        return {pattern: lower_of_auto(upper) for pattern, upper in u.items()}
-    return [lower_of_auto(upper) for upper in u] if isinstance(u, list) else lower_of_auto(u)
-
-
-def _by_public_names(message: str, side: str) -> str:
-    return re.sub(r"\b([ud])(?=[= ,.])", rf"{side[0]}_\1", message)
-
-
-def _is_fraction(value: Any) -> bool:
-    """Whether a value is a number in [0, 1), or a tensor with one such element."""
-    return not isinstance(value, bool | str) and hasattr(value, "__float__") and 0 <= float(value) < 1
-
-
-def check_threshold_settings(u: Any, d: Any, dead_zone: Any, side: str) -> None:
-    """Raise ValueError unless 0 <= d <= u, for numbers, tensors, and mappings from patterns.
-
-    If both are mappings, thresholds of equal patterns are compared; otherwise each with each.
-    """
-    if isinstance(u, Mapping) and isinstance(d, Mapping):
-        for pattern in u.keys() & d.keys():
-            check_threshold_settings(u[pattern], d[pattern], dead_zone, side)
-        return
-    for upper in u.values() if isinstance(u, Mapping) else [u]:
-        for lower in d.values() if isinstance(d, Mapping) else [d]:
-            try:
-                check_thresholds(upper, lower, dead_zone)
-            except ValueError as error:
-                raise ValueError(_by_public_names(str(error), side)) from None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tailopt
-from tailopt.algorithms import ALGORITHMS
+from tailopt.algorithms import NAMED
 from tailopt.cli import list as listing
 from tailopt.cli.list import MEANINGS
 from tailopt.cli.main import main
@@ -37,9 +37,9 @@ def test_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     whole = capsys.readouterr().out
     firsts = [line.split()[0] for line in whole.splitlines() if line]
-    assert {*TASKS, *ALGORITHMS, *NOISES} <= {*firsts}
+    assert {*TASKS, *NAMED, *NOISES} <= {*firsts}
     assert "samples = 5000" in whole
-    for what, names in {"tasks": TASKS, "algorithms": ALGORITHMS, "noises": NOISES}.items():
+    for what, names in {"tasks": TASKS, "algorithms": NAMED, "noises": NOISES}.items():
         assert main(["list", what]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == what
@@ -118,7 +118,7 @@ def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", NAMED)
 def test_listed_settings_are_those_of_the_algorithm(name: str) -> None:
     need, may = listing.settings(name)
     values = dict.fromkeys(need, 0.5)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import tailopt
-from tailopt.algorithms import ALGORITHMS
+from tailopt.algorithms import NAMED
 from tailopt.cli import list as listing
 from tailopt.cli.main import main
 from tailopt.records.folder import Run
@@ -86,7 +86,7 @@ def test_the_folder_holds_the_resolved_configuration_and_can_be_run_again() -> N
         assert Path("a", name).read_bytes() == Path("b", name).read_bytes()
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [name for name in NAMED if name != "muloco"])  # a linear model has no hidden matrix
 def test_every_algorithm_comes_back_from_its_folder(name: str) -> None:
     numbers = {"ilr": "0.01", "olr": "0.1", "oeps": "1e-2", "ieps": "1e-2", "momentum": "0.9", "weight_decay": "0"}
     thresholds = {"i_u": "inf", "i_d": "0", "o_u": "1", "o_d": "1e-3"}

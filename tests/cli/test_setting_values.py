@@ -47,6 +47,9 @@ def test_types(value: Any, hint: Any, need: str | None) -> None:
         ("dead_zone", "auto", "none"),
         ("scope", "global", 1),
         ("inner_betas", [0.9, 0.99], 0.9),
+        ("adamw_on", ["*emb*", "head.*"], 0.9),
+        ("adamw_on", "*emb*", [0.9]),
+        ("adjust_lr_fn", "match_rms_adamw", 0.9),
         ("bias_correction", True, 1),
     ],
 )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 import tailopt
 from tailopt.cli.main import main
-from tailopt.sweeps.trials import TRIALS
+from tailopt.sweeps.trials import SWEEP, TRIALS
 from tailopt.tasks.table import task
 
 SMALL = ["--task", "syntoken", "--preset", "small", "--nodes", "3", "--rounds", "3", "--local_steps", "2", "--quiet"]
@@ -53,9 +54,30 @@ def test_it_is_what_the_library_finds(capsys: pytest.CaptureFixture[str]) -> Non
     assert Path("runs/a", TRIALS).read_bytes() == before
 
 
+def test_a_proximal_term_is_the_same_for_all_points() -> None:
+    Path("a.toml").write_text(FILE)
+    words = ["--rounds", "2", "--space.ilr", "0.1,0.5", "--budget", "4", "--seeds", "1", "--report-seeds", "0"]
+    values = {}
+    for name, more in {"with": ["--proximal", "2"], "without": []}.items():
+        assert main(["sweep", "a.toml", *words, *more, "--run", name, "--quiet"]) == 0
+        record = json.loads(Path(name, SWEEP).read_text())["config"]
+        assert record.get("proximal") == (2.0 if more else None)
+        assert ("proximal" in record) == bool(more), "folders of sweeps without it stay as they were"
+        rows = map(json.loads, Path(name, TRIALS).read_text().splitlines())
+        values[name] = [row["rungs"][-1]["loss"] for row in rows]
+    space = {"ilr": [0.1, 0.5], "i_u": {"low": 0.1, "high": 1.0}}
+    found = tailopt.sweep(
+        task("syntoken", "small"), "avg-biclip", space=space, settings={"i_d": 0.0}, budget=4, seeds=1, report_seeds=0,
+        rounds=2, nodes=3, local_steps=2, proximal=2.0, progress=False,
+    )  # fmt: skip
+    assert sorted(values["with"]) == sorted(t.rungs[-1].loss for t in found.trials)
+    assert values["with"] != values["without"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--algorithm", "avg-sgd", "--space.ilr", "0.1", "--proximal", "-1"], "Invalid proximal: -1.0; need a finite"),
         (["--algorithm", "avg-sgd", "--space.ilr", "0.1", "--drops", "0.5"], "run.drops: a sweep has no use for it"),
         (["--algorithm", "avg-sgd", "--space.ilr", "0.1", "--space", "paper"], "exclude each other"),
         (["--algorithm", "avg-sgd", "--space.ilr"], "--space.ilr needs a value"),

@@ -56,7 +56,7 @@ def test_a_replay_has_the_same_bits(finished: Path, capsys: pytest.CaptureFixtur
 
 def test_lost_contributions_and_a_robust_mean_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, *words = shlex.split(train.EXAMPLE.replace("\\\n", " "))
-    more = ["--drops", "0.5", "--on_drop", "keep", "--aggregate", "trimmed-mean"]
+    more = ["--drops", "0.5", "--on_drop", "keep", "--aggregate", "trimmed-mean", "--proximal", "0.5"]
     done = torchrun(["--standalone", *words, *more], tmp_path)
     assert done.returncode == 0, done.stderr
     assert main(["verify", str(tmp_path / "runs" / "real")]) == 0

@@ -222,7 +222,7 @@ def clipped_l2(x: Tensors, delta: Tensors, state: State, s: Settings, o: Options
 
 
 def adaptive(kind: str) -> Step:
-    """x + olr·(Δ or its mean)/(√v + oeps), where v sums (adagrad) or averages the squares; 0/0 is 0."""
+    """x + olr·(Δ or its mean)/(√v + oeps), where v sums (adagrad), averages or follows (yogi) the squares; 0/0 is 0."""
 
     def step(x: Tensors, delta: Tensors, state: State, s: Settings, o: Options) -> Tensors:
         beta1, beta2 = o.outer_betas
@@ -231,7 +231,10 @@ def adaptive(kind: str) -> Step:
         old, new = (1.0, 1.0) if kind == "adagrad" else (beta2, 1 - beta2)
         state["v"] = v = {k: old * state.get("v", zeros)[k] + new * delta[k] ** 2 for k in x}
         top = delta
-        if kind == "adam":
+        if kind == "yogi":
+            past = state.get("last", zeros)
+            state["last"] = v = {k: past[k] - new * delta[k] ** 2 * np.sign(past[k] - delta[k] ** 2) for k in x}
+        if kind in ("adam", "yogi"):
             state["m"] = top = {k: beta1 * state.get("m", zeros)[k] + (1 - beta1) * delta[k] for k in x}
             if o.bias_correction:
                 top, v = {k: top[k] / (1 - beta1**n) for k in x}, {k: v[k] / (1 - beta2**n) for k in x}
@@ -250,6 +253,7 @@ OUTERS: dict[str, Step] = {
     "adagrad": adaptive("adagrad"),
     "rmsprop": adaptive("rmsprop"),
     "adam": adaptive("adam"),
+    "yogi": adaptive("yogi"),
 }
 
 # name: (outer, inner, settings); diloco keeps its inner state.
@@ -375,6 +379,7 @@ def run(
     average: bool = False,
     schedules: Mapping[str, Callable[[int], Any]] | None = None,
     guard: bool = True,
+    proximal: float = 0.0,
 ) -> Trace:
     """T rounds from ``start``; a scheduled setting has the value that its function gives for the round."""
     if (outer, inner, inner_state) == ("adam", "adam", "keep") and send_preconditioner:
@@ -395,7 +400,9 @@ def run(
                 limit = bounds(inner, s, x, local_steps, o, raw=bool(anew.get("raw")))
                 y = x
                 for step in range(local_steps):
-                    y = INNERS[inner](y, gradient(i, t, step, copy.deepcopy(y)), state, s, o)
+                    g = gradient(i, t, step, copy.deepcopy(y))
+                    g = {k: g[k] + proximal * (y[k] - x[k]) for k in x}
+                    y = INNERS[inner](y, g, state, s, o)
                 delta_i = {k: y[k] - x[k] for k in x}
                 if not guard or limit.hold(delta_i):
                     accepted[i], kept[i] = delta_i, state  # the state of an excluded node is as it was

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import tailopt
-from tailopt.algorithms import ALGORITHMS
+from tailopt.algorithms import NAMED
 from tailopt.seeds import generator
 
 ROUNDS, STEPS = 5, 3
 SETTINGS = {
     "ilr": 0.05,
+    "ilr_adamw": 0.01,
     "i_u": 0.5,
     "i_d": 0.05,
     "ieps": 1e-4,
@@ -29,11 +30,11 @@ SETTINGS = {
     "momentum": 0.9,
     "weight_decay": 0.01,
 }
-NAMES = (*ALGORITHMS, "bi2clip+momentum")
+NAMES = (*NAMED, "bi2clip+momentum")
 CASES: dict[str, dict[str, Any]] = {
     "everybody": {},
     "two of them": {"participants": 2},
-    "projected": {"projection": 2.0, "average": True},
+    "projected and proximal": {"projection": 2.0, "average": True, "proximal": 0.5},
 }
 
 

@@ -84,7 +84,13 @@ def optimizer(case: str, net: nn.Module, **settings: Any) -> tailopt.NestedOptim
             schedules = {"ilr": tailopt.schedules.cosine(40, per="step")}
             return build(net, algorithm, schedules=schedules, **settings)
         case "avg-biclip":
-            return build(net, tailopt.algorithm("avg-biclip", ilr=0.1, i_u=1.0, i_d=0.01), projection=6.0, **settings)
+            return build(
+                net,
+                tailopt.algorithm("avg-biclip", ilr=0.1, i_u=1.0, i_d=0.01),
+                projection=6.0,
+                proximal=0.5,
+                **settings,
+            )
         case "two of three":
             algorithm = tailopt.algorithm("diloco", ilr=0.01, olr=0.7, ieps=1e-4, momentum=0.9, weight_decay=0.1)
             return build(net, algorithm, participants=2, **settings)

@@ -57,6 +57,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     "participants": ({"participants": 1}, r"participants: it has 1, and node 0 has 2"),
     "sampling": ({"sampling": "proportional"}, r'sampling: it has "proportional", and node 0 has "uniform"'),
     "seed": ({"seed": 1}, r"seed: it has 1, and node 0 has 0"),
+    "proximal": ({"proximal": 0.5}, r"proximal: it has 0.5, and node 0 has 0.0"),
     "projection": ({"projection": 2.0}, r"projection: it has 2.0, and node 0 has null"),
     "guard": ({"guard": False}, r"guard: it has false, and node 0 has true"),
     "inner_state": ({"inner_state": "keep"}, r'inner_state: it has "keep", and node 0 has "reset"'),

@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "norms by tensor": ("bi2clip-l2", {**INNER, **OUTER, "o_u": 0.002, "scope": "tensor"}, {}),
     "a sent preconditioner": ("adam2", {"ilr": 1e-3, "ieps": 1e-3, "olr": 0.01, "oeps": 1e-3}, {}),
     "projected": ("avg-sgd", {"ilr": 0.05}, {"projection": 2.0}),
+    "proximal": ("bi2clip", {**INNER, **OUTER}, {"proximal": 5.0}),
     "one of two": ("avg-biclip", INNER, {"participants": 1}),
     # chosen after 50 gradients: the last round steps with them
     "automatic thresholds": ("bi2clip", {**INNER, **OUTER, **AUTO}, {"rounds": 10}),

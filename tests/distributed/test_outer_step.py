@@ -20,6 +20,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "adagrad": {"lr": 0.7, "eps": 1e-3},
     "rmsprop": {"lr": 0.7, "eps": 1e-3},
     "adam": {"lr": 0.7, "eps": 1e-3, "betas": (0.9, 0.99), "bias_correction": True},
+    "yogi": {"lr": 0.7, "eps": 1e-3},
 }
 SIZES = (0, 1, outer_step.PIECE - 1, outer_step.PIECE, 2 * outer_step.PIECE + 17)
 

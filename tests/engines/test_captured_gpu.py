@@ -54,7 +54,7 @@ def side_by_side(given: Case, algorithms: list[tailopt.Algorithm], schedules: An
 
 
 def settings(name: str, d: float) -> list[tailopt.Algorithm]:
-    outer, inner = tailopt.algorithms.ALGORITHMS[name]
+    outer, inner = tailopt.algorithms.NAMED[name]
     numbers = {**INNER[inner](d), **OUTER[outer](d)}
     return [tailopt.algorithm(name, **{key: value * 0.8**k for key, value in numbers.items()}) for k in range(2)]
 

@@ -72,6 +72,8 @@ def test_a_traced_step_is_the_step(engines: list[Vectorized], model: str, name: 
     [
         ("avg-adam", {}, "inner steps run after the graph of the gradients: adam keeps a state"),
         ("avg-sgd", {"statistics": True}, "forward, backward"),
+        ("avg-sgd", {"proximal": 0.5}, "inner steps run after the graph of the gradients, to which a proximal term"),
+        ("muloco", {}, "inner steps run after the graph of the gradients: muon steps node after node"),
     ],
 )
 def test_gradients_alone(engines: list[Vectorized], name: str, more: dict[str, Any], reason: str) -> None:

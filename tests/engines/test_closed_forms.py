@@ -206,6 +206,46 @@ def test_keeping_state_is_not_the_same_as_making_it_anew(name: str) -> None:
     assert float((kept[0] - anew[0]).abs().max()) > 1e-3
 
 
+# The proximal term
+
+
+@pytest.mark.parametrize("mu", [0.5, 3.0])
+def test_a_proximal_step_contracts_towards_the_start(mu: float) -> None:
+    """With a constant gradient g, z steps move by -g (1 - (1 - ilr mu)^z) / mu; without the term by -g ilr z."""
+    g = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
+    model = nn.Linear(3, 1, bias=False, dtype=torch.float64)
+    x = model.weight.detach().clone()
+    found = tailopt.simulate(
+        model,
+        tailopt.algorithm("avg-sgd", ilr=0.1),
+        loss=lambda model, batch: (model.weight[0] * batch).sum(),
+        batches=lambda node, t, step, generator: g,
+        nodes=2,
+        rounds=3,
+        local_steps=4,
+        proximal=mu,
+        progress=False,
+    ).model.weight.detach()
+    torch.testing.assert_close(found, x - 3 * g * (1 - (1 - 0.1 * mu) ** 4) / mu, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["avg-sgd", "bi2clip", "adam2", "diloco"])
+def test_one_local_step_has_no_proximal_term(name: str, dtype: torch.dtype) -> None:
+    """It starts where the round starts. And 0 has the bits of no such option."""
+    given = {"ilr": 0.05, "i_u": 0.8, "i_d": 0.1, "olr": 0.3, "o_u": 0.3, "o_d": 0.01, "momentum": 0.5}
+    given |= {"ieps": 1e-3, "oeps": 1e-3, "weight_decay": 0.1}
+    with pytest.raises(ValueError, match="It needs") as error:
+        tailopt.algorithm(name)
+    needed = str(error.value).split("It needs ")[1].split(".")[0].split(", ")
+    algo = tailopt.algorithm(name, **{key: given[key] for key in needed})
+    one = [simulated(algo, dtype, local_steps=1, proximal=mu) for mu in (0.0, 2.0)]
+    assert_equal(*one)
+    four = [simulated(algo, dtype, proximal=mu) for mu in (0, 2.0)]
+    assert_equal(four[0], simulated(algo, dtype))
+    assert not any(map(torch.equal, *four))
+
+
 # Loops over torch.optim by hand, bit for bit
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -223,6 +263,42 @@ def test_diloco_is_adamw_inside_nesterov(keep: bool, dtype: torch.dtype) -> None
     name = "diloco" if keep else "nesterov-adamw"
     algo = tailopt.algorithm(name, ilr=0.03, olr=0.7, ieps=1e-6, momentum=0.9, weight_decay=0.2)
     assert_equal(simulated(algo, dtype), wanted)
+
+
+class MuonAndAdamW:
+    """What one writes by hand with torch.optim: Muon on the matrix, AdamW on the rest."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        a, b = params
+        self._both = (
+            torch.optim.Muon([a], lr=0.05, weight_decay=0.2),
+            torch.optim.AdamW([b], lr=0.03, eps=1e-6, weight_decay=0.2),
+        )
+
+    def zero_grad(self) -> None:
+        for optimizer in self._both:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self._both:
+            optimizer.step()
+
+
+@DTYPES
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "anew"])
+@pytest.mark.parametrize("name", ["avg-muon", "muloco"])
+def test_muon_inside_is_torchs_own(name: str, keep: bool, dtype: torch.dtype) -> None:
+    inner: Any = MuonAndAdamW
+    settings = {"ilr": 0.05, "ilr_adamw": 0.03, "ieps": 1e-6, "weight_decay": 0.2, "adamw_on": "b"}
+    options = {"inner_state": "keep" if keep else "reset"}
+    if name == "avg-muon":
+        found = simulated(tailopt.algorithm(name, **settings, **options), dtype, nodes=1)
+        wanted = by_hand(inner, None, dtype, keep, nodes=1)
+    else:
+        found = simulated(tailopt.algorithm(name, **settings, olr=0.7, momentum=0.6, **options), dtype)
+        outer = lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.6, nesterov=True)  # noqa: E731
+        wanted = by_hand(inner, outer, dtype, keep)
+    assert_equal(found, wanted)
 
 
 OUTSIDE: list[tuple[str, dict[str, Any], Optimizer]] = [

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import tailopt
-from tailopt.algorithms import ALGORITHMS
+from tailopt.algorithms import NAMED
 from tailopt.engines.routes import VmapRefused
 from tailopt.engines.stacked_batches import stacked
 from tailopt.engines.stacked_model import StackedModel
@@ -32,6 +32,7 @@ INNER = {
     "adagrad": lambda d: {"ilr": 0.01, "ieps": 1e-3},
     "adam": lambda d: {"ilr": 0.002, "ieps": 1e-3},
     "adamw": lambda d: {"ilr": 0.002, "ieps": 1e-3, "weight_decay": 0.01},
+    "muon": lambda d: {"ilr": 0.01, "ilr_adamw": 0.002, "weight_decay": 0.01, "adamw_on": ("*.bias", "*norm*", "wte*")},
 }
 OUTER = {
     "avg": lambda d: {},
@@ -40,12 +41,13 @@ OUTER = {
     "adagrad": lambda d: {"olr": 0.01, "oeps": 1e-3},
     "rmsprop": lambda d: {"olr": 0.002, "oeps": 1e-3},
     "adam": lambda d: {"olr": 0.002, "oeps": 1e-3},
+    "yogi": lambda d: {"olr": 0.002, "oeps": 1e-3},
     "nesterov": lambda d: {"olr": 0.7, "momentum": 0.5},
 }
 
 
 def algorithm(name: str, d: float = 0.0) -> tailopt.Algorithm:
-    outer, inner = ALGORITHMS[name]
+    outer, inner = NAMED[name]
     return tailopt.algorithm(name, **INNER[inner](d), **OUTER[outer](d))
 
 
@@ -134,7 +136,7 @@ def test_only_buffers_that_change_are_stacked() -> None:
 
 @pytest.mark.parametrize("d", [0.0, 0.3])
 @pytest.mark.parametrize("model", [pytest.param("linear", marks=pytest.mark.slow), "mlp"])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", NAMED)
 def test_all_algorithms_follow_the_sequential_engine(name: str, model: str, d: float) -> None:
     both(case(model), algorithm(name, d), **LIFTED if d else {})
 
@@ -148,7 +150,7 @@ def test_transformers_follow_the_sequential_engine(model: str, name: str) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("d", [0.0, 0.3])
 @pytest.mark.parametrize("model", TRANSFORMERS)
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", NAMED)
 def test_all_algorithms_on_transformers(name: str, model: str, d: float) -> None:
     both(case(model), algorithm(name, d), **LIFTED if d else {})
 
@@ -169,6 +171,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "partial batches": {"data": uneven(7, 12, 20), "batch_size": 5},
     "lost, synchronised": {"drops": 0.3},
     "lost, kept": {"drops": 0.3, "on_drop": "keep"},
+    "proximal": {"proximal": 0.5},
+    "proximal, some nodes, unequal steps": {
+        "proximal": 0.5,
+        "participants": 2,
+        "data": uneven(7, 12, 20),
+        "batch_size": 5,
+        "local_epochs": 1,
+    },
+    "proximal, lost, kept": {"proximal": 0.5, "drops": 0.3, "on_drop": "keep"},
+    "proximal, statistics": {"proximal": 0.5, "statistics": True},
     "projection and average": {"projection": 0.5, "average": True},
     "robust": {"aggregate": "coordinate-median"},
     "schedules": {"schedules": {"ilr": lambda t: 0.02 / t}},

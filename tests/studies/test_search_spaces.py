@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailopt.algorithms import ALGORITHMS, algorithm
+from tailopt.algorithms import NAMED, algorithm
 from tailopt.paper import paper_settings
 from tailopt.paper.best_settings import pairs
 from tailopt.studies.search_spaces import LIMITS, SPACES, WIDENINGS, Edge, edges, search, widened
@@ -38,8 +38,15 @@ def test_the_paper_s_best_settings_lie_inside(name: str, data: str) -> None:
     assert outside == {}
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("space", ["fine-tuning", "scratch", "regression"])
+@pytest.mark.parametrize(
+    ("space", "name"),
+    [
+        (space, name)
+        for space in ("fine-tuning", "scratch", "regression")
+        for name, (outer, inner) in NAMED.items()
+        if inner in SPACES[space].inner and outer in SPACES[space].outer
+    ],
+)
 def test_every_point_is_a_setting_of_the_algorithm_and_back(name: str, space: str) -> None:
     ranges = SPACES[space].ranges(name)
     for settings in sweep_points(name, ranges, budget=20).settings:
@@ -47,6 +54,12 @@ def test_every_point_is_a_setting_of_the_algorithm_and_back(name: str, space: st
         point = point_at(settings, ranges)
         assert all(-1e-9 <= ranges[key].share(value) <= 1 + 1e-9 for key, value in point.items())
         assert settings_at(point) == pytest.approx(settings)
+
+
+def test_every_algorithm_has_ranges() -> None:
+    for space in ("fine-tuning", "scratch"):
+        assert all(SPACES[space].ranges(name) for name in NAMED)
+    assert {name for name, (_, inner) in NAMED.items() if inner not in SPACES["regression"].inner} == {"muloco"}
 
 
 def test_every_algorithm_has_points_of_its_own() -> None:

@@ -103,6 +103,6 @@ def test_workers_that_never_finish_end_the_sweep(monkeypatch: pytest.MonkeyPatch
 
 KEYS = (
     "loss", "data", "batches", "nodes", "rounds", "local_steps", "local_epochs", "batch_size", "weights",
-    "participation", "participants", "sampling", "projection", "schedules", "evaluate", "test", "metric",
-    "lower_is_better", "device", "precision",
+    "participation", "participants", "sampling", "proximal", "projection", "schedules", "evaluate", "test",
+    "metric", "lower_is_better", "device", "precision",
 )  # fmt: skip

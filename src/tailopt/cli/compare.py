@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tailopt.algorithms import ALGORITHMS
+from tailopt.algorithms import NAMED
 from tailopt.cli.config_file import sections_of_run_folder
 from tailopt.cli.overrides import Overrides
 from tailopt.cli.tables import format_cell, print_table
@@ -230,7 +230,7 @@ def line_styles(curves: Sequence[RunCurve]) -> list[dict[str, Any]]:
     drawn: Counter[str] = Counter()
     styles = []
     for curve in curves:
-        style = look(curve.algorithm) if curve.algorithm in ALGORITHMS else {"color": "#000000", "linestyle": "-"}
+        style = look(curve.algorithm) if curve.algorithm in NAMED else {"color": "#000000", "linestyle": "-"}
         if before := drawn[curve.algorithm]:
             style |= {"marker": MARKS[(before - 1) % len(MARKS)], "markevery": 0.1, "markersize": 4}
         drawn[curve.algorithm] += 1

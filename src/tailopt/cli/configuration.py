@@ -70,8 +70,9 @@ class Configuration:
     def record(self) -> dict[str, Any]:
         """What a run folder records in addition to what `simulate` writes itself."""
         settings = dataclasses.asdict(self.run)
-        if not self.run.drops:  # older run folders have no such key, and must compare equal
-            del settings["drops"]
+        for name in ("drops", "proximal"):  # older run folders have no such keys, and must compare equal
+            if not settings[name]:
+                del settings[name]
         return {**settings, "task": dict(self.task), "schedules": dict(self.schedules)}
 
 

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tailopt.algorithms import ALGORITHMS, FIXED_KEYS, PUBLIC_NAMES, REQUIRED
+from tailopt.algorithms import NAMED, REQUIRED
 from tailopt.cli.compare import find_runs, primary_metric, print_unreadable, read_curve, read_each
 from tailopt.cli.overrides import Overrides
 from tailopt.cli.setting_names import task_settings
 from tailopt.cli.tables import format_cell, print_table
 from tailopt.records.folder import Run
 from tailopt.rules.table import INNER, OUTER
+from tailopt.settings import FIXED_KEYS, PUBLIC_NAMES
 from tailopt.tasks.synthetic import NOISES
 from tailopt.tasks.table import PRESETS, TASKS, task
 
@@ -74,9 +75,9 @@ def tasks() -> None:
 def algorithms() -> None:
     """Print the algorithms with the settings that they need and the settings that they accept."""
     rows = []
-    for name in ALGORITHMS:
+    for name in NAMED:
         need, may = settings(name)
-        rows.append([name, *ALGORITHMS[name], " ".join(need), " ".join(may)])
+        rows.append([name, *NAMED[name], " ".join(need), " ".join(may)])
     print_table("algorithms", ["name", "outer", "inner", "needs", "may have"], rows)
     print(f"Every other pair OUTER-INNER is one too: {', '.join(OUTER)} - {', '.join(INNER)}.")
     print("All may have inner_state (reset, keep).")
@@ -89,7 +90,7 @@ def settings(name: str) -> tuple[list[str], list[str]]:
         >>> settings("avg-biclip")
         (['ilr', 'i_u', 'i_d'], ['dead_zone', 'inner_momentum', 'scale', 'weight_decay'])
     """
-    outer, inner = ALGORITHMS[name]
+    outer, inner = NAMED[name]
     need: list[str] = []
     may: list[str] = []
     for level, rule in (("inner", INNER[inner]), ("outer", OUTER[outer])):

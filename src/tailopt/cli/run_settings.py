@@ -30,6 +30,7 @@ class RunSettings:
     sampling: str = "uniform"
     drops: float = 0.0
     on_drop: str = "sync"
+    proximal: float = 0.0
     projection: float | None = None
     average: bool = False
     guard: bool = True

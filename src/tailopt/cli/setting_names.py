@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from tailopt.algorithms import ALGORITHMS, FIXED_KEYS, PUBLIC_NAMES, REQUIRED
+from tailopt.algorithms import NAMED, REQUIRED
 from tailopt.cli.run_settings import RunSettings
 from tailopt.cli.setting_values import dtype_as_name
 from tailopt.rules.table import INNER, OUTER
+from tailopt.settings import FIXED_KEYS, PUBLIC_NAMES
 from tailopt.tasks.table import TASKS, task
 
 SECTIONS = ("task", "algorithm", "run", "schedules")
@@ -73,7 +74,7 @@ def algorithm_settings(name: Any) -> set[str]:
         ['dead_zone', 'i_d', 'i_u', 'ilr', 'inner_momentum', 'inner_state', 'scale', 'weight_decay']
     """
     lowered = str(name).strip().lower()
-    pairs = {f"{outer}-{inner}": (outer, inner) for outer in OUTER for inner in INNER} | {**ALGORITHMS}
+    pairs = {f"{outer}-{inner}": (outer, inner) for outer in OUTER for inner in INNER} | {**NAMED}
     if lowered not in pairs:
         return algorithm_keys()
     levels = zip(("outer", "inner"), pairs[lowered], (OUTER, INNER), strict=True)

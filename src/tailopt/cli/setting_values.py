@@ -23,6 +23,7 @@ _ALGORITHM_TYPES: Mapping[str, tuple[type, ...]] = {
     "inner_state": (str,),
     "send_preconditioner": (bool, str),
     "bias_correction": (bool,),
+    "adjust_lr_fn": (str,),
 }
 _NUMBER_PAIRS = ("inner_betas", "outer_betas")
 
@@ -88,6 +89,8 @@ def check_algorithm_value(key: str, value: Any) -> None:
         valid = isinstance(value, _ALGORITHM_TYPES[key])
     elif key in _NUMBER_PAIRS:
         valid = isinstance(value, list | tuple) and all(isinstance(entry, int | float) for entry in value)
+    elif key == "adamw_on":
+        valid = isinstance(value, str) or (isinstance(value, list) and all(isinstance(entry, str) for entry in value))
     else:
         per_tensor = key.endswith(("_u", "_d")) and isinstance(value, Mapping)
         valid = number or per_tensor or (key.endswith(("_u", "_d", "dead_zone")) and value == "auto")
@@ -95,6 +98,8 @@ def check_algorithm_value(key: str, value: Any) -> None:
         need = "a word" if key in _ALGORITHM_TYPES else "a number"
         if key in _NUMBER_PAIRS:
             need = "two numbers, as in 0.9,0.99"
+        if key == "adamw_on":
+            need = "a pattern of parameter names such as *emb*, or a list of them"
         raise ValueError(f"Invalid {key}: got {value!r}; need {need}. Write --{key} VALUE.")
 
 

@@ -179,6 +179,7 @@ def _run_arguments(run: RunSettings) -> dict[str, Any]:
     settings = {name: getattr(run, name) for name in names if name in taken}
     if run.participants is not None:
         settings["participation"] = None
+    settings["proximal"] = run.proximal or None  # folders of sweeps without it do not name it
     return settings
 
 

@@ -10,6 +10,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from tailopt.clipping.dtensor import is_dtensor
 from tailopt.distributed.exchange_types import Statement
 from tailopt.distributed.inner_bound import bounding_hparams, inner_bound
 from tailopt.distributed.mesh import local_tensor
+from tailopt.distributed.proximal_step import ProximalStep
 from tailopt.distributed.rule_optimizer import gradient_norms
 from tailopt.distributed.run_length import run_length_decode, run_length_encode
 from tailopt.engines.model_state import as_real
@@ -38,6 +40,7 @@ class LocalRound:
         agreed_hparams: hyperparameters that all nodes have agreed on, or None where the optimizer is the user's.
         keeps_state: whether the inner state survives a round.
         can_be_excluded: whether the state must be remembered, since an exclusion undoes the round.
+        proximal_step: takes the steps on gradients with the proximal term, or None where there is no such term.
 
     Attributes:
         loss: of the round, as the user reports it.
@@ -52,8 +55,10 @@ class LocalRound:
         agreed_hparams: RuleHyperparameters | None,
         keeps_state: bool,
         can_be_excluded: bool,
+        proximal_step: ProximalStep | None = None,
     ) -> None:
         self.optimizer, self._params, self._agreed_hparams = optimizer, params, agreed_hparams
+        self._proximal_step = proximal_step
         self._keeps_state, self._can_be_excluded = keeps_state, can_be_excluded
         self._hparams_of_steps: list[Hyperparameters] = []
         self._began = time.perf_counter()
@@ -83,6 +88,8 @@ class LocalRound:
         self._hparams_of_steps = []
         self.threshold_recorder = self._new_recorder()
         self._began = time.perf_counter()
+        if self._proximal_step is not None:
+            self._proximal_step.begin_round()
         if self._keeps_state:
             return
         self.optimizer.state.clear()
@@ -107,6 +114,11 @@ class LocalRound:
 
     def step(self, t: int, total_steps: int, closure: Callable[[], Any] | None) -> Any:
         """Take one local step of round t, before which the node has taken `total_steps` over the whole run."""
+        if self._proximal_step is None:
+            return self._step(t, total_steps, closure)
+        return self._proximal_step(partial(self._step, t, total_steps), closure)
+
+    def _step(self, t: int, total_steps: int, closure: Callable[[], Any] | None) -> Any:
         if self._agreed_hparams is not None:
             for group in self.optimizer.param_groups:
                 group.update(self._agreed_hparams.at(t, total_steps))

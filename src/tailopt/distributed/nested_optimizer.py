@@ -35,7 +35,7 @@ from tailopt.distributed.node import Node
 from tailopt.distributed.node_records import NodeRecords, RecordOptions
 from tailopt.distributed.rule_optimizer import RuleOptimizer
 from tailopt.distributed.trainable_set import TrainableSet, described_sizes, named_parameters
-from tailopt.engines.model_state import Buffers
+from tailopt.engines.model_state import Buffers, names_and_dimensions, trainable_parameters
 from tailopt.engines.simulate import algorithm_config
 from tailopt.records.run_config import storable
 from tailopt.rounds import robust
@@ -59,17 +59,15 @@ class NestedOptimizer(Optimizer):
 
     Args:
         optimizer: the inner optimizer.
-        outer: a name (avg, sgd, nesterov, biclip, biclip-l2, adagrad, rmsprop, adam) or a class of torch.optim.
+        outer: a name (avg, sgd, nesterov, biclip, biclip-l2, adagrad, rmsprop, adam, yogi) or a class.
         outer_settings: its settings: olr, o_u, o_d, oeps, momentum, outer_betas, bias_correction.
         local_steps: inner steps of a round.
         model: for parameter names and buffers; without it parameters are called 0, 1, ... and buffers stay local.
         mesh: the nodes: a DeviceMesh of one dimension, such as `mesh["node"]`, or a process group; by default all
             processes.
         weight: of this node in the mean.
-        participation, participants, sampling, seed, projection, average, guard, aggregate: as in `tailopt.simulate`.
-        on_drop: where this node continues when its contribution to a round is lost: "sync", from the global weights,
-            or "keep", from its own. Its next displacement then also contains the lost round's movement; no bound
-            applies, so the guard only rejects NaN and inf.
+        participation, participants, sampling, seed, on_drop, proximal, projection, average, guard, aggregate: as in
+            `tailopt.simulate`; checkpoint_every and keep too.
         inner_state: "keep", or "reset" to begin every round with a new inner state.
         rounds: after this many the run is `finished`; needed where not every node takes part in every round, so that
             nobody waits for nodes that have left.
@@ -82,7 +80,6 @@ class NestedOptimizer(Optimizer):
         run: a folder that all nodes share, for configuration, history and checkpoints. `resume` continues from its last
             sound checkpoint, or begins where there is none; `resumed` then says where. Build the optimizer last: it
             restores weights, inner state, learning rates and torch's generators.
-        checkpoint_every, keep: rounds between checkpoints, and how many are kept.
         extra: a function of no arguments that returns what this node's checkpoints at the ends of rounds hold besides,
             such as the position in the data: tensors and plain values. It comes back as `resumed.extra`.
         describe: what else the configuration contains; must be equal on all nodes, except devices and paths of data.
@@ -111,6 +108,7 @@ class NestedOptimizer(Optimizer):
         guard: bool = True,
         aggregate: str | robust.Aggregate = "mean",
         on_drop: str = "sync",
+        proximal: float = 0.0,
         projection: float | None = None,
         inner_state: str = "keep",
         average: bool = False,
@@ -137,6 +135,7 @@ class NestedOptimizer(Optimizer):
             participants=participants,
             sampling=sampling,
             on_drop=on_drop,
+            proximal=proximal,
             projection=projection,
             average=average,
             guard=guard,
@@ -181,7 +180,8 @@ class NestedOptimizer(Optimizer):
         self.local_steps, self.rounds = policy.local_steps, policy.rounds
         inner = None if self._agreed_hparams is None else self._agreed_hparams.inner
         can_be_excluded, keeps_state = policy.guard or policy.robust_mean is not None, policy.inner_state == "keep"
-        self._local_round = LocalRound(self.optimizer, node.params, inner, keeps_state, can_be_excluded)
+        proximal_step = node.proximal_step(policy.proximal)
+        self._local_round = LocalRound(self.optimizer, node.params, inner, keeps_state, can_be_excluded, proximal_step)
         self._trainable_set = TrainableSet(self.optimizer, node.exchange.names, node.params)
         self._records = NodeRecords(options, node, self._local_round, policy.guard)
         self._diverged: set[int] = set()  # nodes that continue from weights of their own
@@ -244,9 +244,9 @@ class NestedOptimizer(Optimizer):
         cls, model: torch.nn.Module, algorithm: Algorithm, *, schedules: Any = None, **options: Any
     ) -> NestedOptimizer:
         """Build the inner optimizer too, from an algorithm: the way to adam2, and to the bits of the simulation."""
-        pairs = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        hparams = AlgorithmHyperparameters(algorithm, schedules, [name for name, _ in pairs])
-        inner = RuleOptimizer([p for _, p in pairs], hparams.inner.rule, hparams.inner.at(1))
+        trained = trainable_parameters(model)
+        hparams = AlgorithmHyperparameters(algorithm, schedules, *names_and_dimensions(trained))
+        inner = RuleOptimizer(trained.values(), hparams.inner.rule, hparams.inner.at(1))
         options.setdefault("inner_state", algorithm.inner_state)
         return cls(inner, algorithm.outer, model=model, settings=hparams, algorithm=algorithm, **options)
 

@@ -14,6 +14,7 @@ from tailopt.distributed.exchange_types import ExchangeReport, JudgingCriteria, 
 from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.mesh import local_tensor, rank_group
+from tailopt.distributed.proximal_step import ProximalStep
 from tailopt.distributed.weight_sync import AT_FAULT, other_weights
 from tailopt.engines.model_state import Buffers, as_real
 from tailopt.records.phase_clock import PhaseClock
@@ -91,6 +92,15 @@ class Node:
         if self._plain:  # asked for twice per round, which small models notice
             return [p.detach() for p in self.params]
         return [as_real(local_tensor(p)) for p in self.params]
+
+    def weights_at_round_start(self) -> list[Tensor]:
+        """Return this rank's part of the global weights, as `local_tensors` has them after they were loaded."""
+        views = self.exchange.layout.views(self.x, self.exchange.shapes)
+        return [x.to(p.device, p.dtype) for x, p in zip(views, self.local_tensors(), strict=True)]
+
+    def proximal_step(self, mu: float) -> ProximalStep | None:
+        """Return what takes local steps with a proximal term; None where its factor is 0."""
+        return ProximalStep(self.params, mu, self.weights_at_round_start) if mu else None
 
     @torch.no_grad()
     def start(self) -> None:

@@ -30,6 +30,12 @@ class RuleOptimizer(Optimizer):
     def __init__(self, params: Iterable[Tensor], rule: Rule, hparams: Hyperparameters) -> None:
         self.rule = rule
         self._step_caches: defaultdict[int, StepCache] = defaultdict(StepCache)  # by group
+        params = list(params)
+        if rule.needs_whole_tensors and any(map(is_dtensor, params)):
+            raise ValueError(
+                f"Invalid algorithm: the inner rule {rule.name} steps on whole matrices, and the parameters of this "
+                "node are sharded over its ranks. Do not shard them, or take another inner rule, such as adamw."
+            )
         super().__init__(params, dict(hparams))
 
     @torch.no_grad()

@@ -97,10 +97,17 @@ class CapturedSteps:
         program: losses and gradients of all nodes.
         inner: the inner steps.
         programs: those of an earlier object with the same model and rule.
+        changes_gradients: whether something is added to the gradients before the inner rule steps.
     """
 
-    def __init__(self, program: StackedModel, inner: InnerSteps, programs: CapturedPrograms | None = None) -> None:
-        self._program, self._inner = program, inner
+    def __init__(
+        self,
+        program: StackedModel,
+        inner: InnerSteps,
+        programs: CapturedPrograms | None = None,
+        changes_gradients: bool = False,
+    ) -> None:
+        self._program, self._inner, self._changes_gradients = program, inner, changes_gradients
         self.programs = programs if programs is not None else CapturedPrograms()
         self._numbers: tuple[Hyperparameters, _Numbers] | None = None
         self._constants: dict[str, Tensor] | None = None
@@ -112,7 +119,9 @@ class CapturedSteps:
         if "gradients" in programs.refused or not programs.compiled:
             return Route(VMAP, programs.refused.get("gradients", "no step has run yet"))
         parts = []
-        if "step" in programs.refused:
+        if self._changes_gradients:
+            parts.append("inner steps run after the graph of the gradients, to which a proximal term is added")
+        elif "step" in programs.refused:
             parts.append(f"inner steps run after the graph of the gradients: {programs.refused['step']}")
         if "mean" in programs.refused:
             parts.append(f"the mean is taken operation by operation: {programs.refused['mean']}")
@@ -130,11 +139,12 @@ class CapturedSteps:
     ) -> StackedGradients | None:
         """Take a whole step; returns losses and new buffers, or None where the inner rule must step by itself."""
         inner, refused = self._inner, self.programs.refused
-        if "step" in refused or "gradients" in refused:
+        if self._changes_gradients or "step" in refused or "gradients" in refused:
             return None
         if not isinstance(inner, StackedSteps) or inner.keeps_state(hparams):
             name = inner.rule.name  # type: ignore[attr-defined]
-            refused["step"] = f"{name} keeps a state" if isinstance(inner, StackedSteps) else f"{name} is a class"
+            how = "keeps a state" if isinstance(inner, StackedSteps) else "steps node after node"
+            refused["step"] = f"{name} {how}"
             return None
         numbers = self._numbers_of(hparams, weights[0].device)
 

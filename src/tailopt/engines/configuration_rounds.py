@@ -158,7 +158,10 @@ class ConfigurationBatch:
         self._outer = StackedSteps(each[0].outer.rule, leading=2)
         self._outer.begin_alike([{} for _ in self._x], len(self._models))
         self._first_route = route
-        self._captured = CapturedSteps(self._program, self._inner, programs) if route.name == COMPILED else None
+        self._proximal = task.replicas[0].policy.proximal
+        self._captured: CapturedSteps | None = None
+        if route.name == COMPILED:
+            self._captured = CapturedSteps(self._program, self._inner, programs, bool(self._proximal))
         # optimizer states by replica and node, of all configurations
         self._kept: dict[tuple[int, int], list[ParamState]] = {}
         self._stack: list[Tensor] = []
@@ -207,6 +210,7 @@ class ConfigurationBatch:
             plain_loss=self._plain_loss,
             seed=task.replicas[0].policy.seed,
             device=task.device,
+            proximal=self._proximal,
             captured=self._captured,
         ).run(nodes, sources, t)
         for (r, node), source in zip(members, sources, strict=True):
@@ -308,7 +312,8 @@ class ConfigurationBatch:
             self._stack = [torch.empty(shape + p.shape, dtype=p.dtype, device=p.device) for p in self._params]
         for whole, x in zip(self._stack, self._x, strict=True):
             self._by_replica(as_real(whole)).copy_(x[:, None])
-        return StackedNodes(list(self._stack), {n: _for_nodes(b, nodes) for n, b in self._buffers.items()})
+        start = [as_real(w).clone() for w in self._stack] if self._proximal else ()
+        return StackedNodes(list(self._stack), {n: _for_nodes(b, nodes) for n, b in self._buffers.items()}, start)
 
     def _by_replica(self, values: Tensor) -> Tensor:
         """Return [replicas * nodes, ...] as [replicas, nodes, ...]."""

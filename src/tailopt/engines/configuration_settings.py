@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tailopt.algorithms import PUBLIC_NAMES, Algorithm
+from tailopt.algorithms import Algorithm
 from tailopt.clipping.operators import compute_dtype
 from tailopt.rounds.hyperparameters import AlgorithmHyperparameters, RuleHyperparameters
 from tailopt.rules.rule import Hyperparameters, value_for_param
+from tailopt.settings import PUBLIC_NAMES
 
 
 class ConfigurationHyperparameters:

@@ -169,6 +169,8 @@ def why_one_after_another(algorithms: Sequence[Algorithm]) -> str:
     classes = [side for side in (algorithms[0].outer, algorithms[0].inner) if not isinstance(side, str)]
     if classes:
         return f"{classes[0].__name__} is a class of torch.optim, which steps on one model at a time"
+    if algorithms[0].rule("inner").needs_whole_tensors:
+        return f"the inner rule {algorithms[0].inner} steps on whole matrices, not on stacked ones"
     if any(is_auto(a.hparams(side).get("u")) for a in algorithms for side in ("outer", "inner")):
         return 'thresholds that are "auto" follow the gradients of one configuration at a time'
     return ""

@@ -116,6 +116,11 @@ def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def names_and_dimensions(params: Mapping[str, Tensor]) -> tuple[list[str], list[int]]:
+    """Return the names of parameters and how many dimensions each has, complex ones as pairs of reals."""
+    return list(params), [p.dim() + int(p.is_complex()) for p in params.values()]
+
+
 def as_real(x: Tensor) -> Tensor:
     """Return a complex tensor as pairs of reals, and any other as it is."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x

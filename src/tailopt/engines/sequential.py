@@ -31,6 +31,7 @@ from tailopt.rounds.gradient_statistics import GradientRecorder, clipped_by_step
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.hyperparameters import RuleHyperparameters
 from tailopt.rounds.participants import Participants
+from tailopt.rounds.proximal import proximal_gradient
 from tailopt.rounds.round import Contribution, DivergedState, GlobalState, RoundResult
 from tailopt.rules.adam import initial_adam_state
 from tailopt.rules.rule import Hyperparameters, ParamState
@@ -52,6 +53,7 @@ class LocalTraining:
         seed: of the run.
         device: where the model is.
         precision: a key of `PRECISIONS`.
+        proximal: the factor of the proximal term, or 0.
         statistics: whether the gradients' coordinates are counted; "histograms": also by magnitude.
         resumable: whether the first batch of a round is remembered, to be asked for again when the run is resumed.
         route: of an engine that trains all nodes at once.
@@ -64,6 +66,7 @@ class LocalTraining:
     seed: int
     device: torch.device
     precision: str | None = None
+    proximal: float = 0.0
     statistics: bool | str = False
     resumable: bool = False
     route: Route = Route(VMAP, "asked for")
@@ -130,7 +133,7 @@ class Sequential:
         n_params, auto_thresholds = len(model_state.params), training.inner_hyperparameters.auto_thresholds
         statistics_recorder = training.statistics_recorder(n_params)
         threshold_recorder = None if auto_thresholds is None else auto_thresholds.recorder(n_params)
-        losses = self._local_steps(node, t, steps, optimizer_state, statistics_recorder, threshold_recorder)
+        losses = self._local_steps(node, t, start, optimizer_state, statistics_recorder, threshold_recorder)
         diverged_state = model_state.diverged_state() if diverges else None
         keeps_state = training.algorithm.inner_state == "keep"
         delta, flat = model_state.take_displacement(state, start)
@@ -153,13 +156,13 @@ class Sequential:
         self,
         node: int,
         t: int,
-        steps: int,
+        start: Sequence[Tensor],
         optimizer_state: Sequence[ParamState],
         statistics_recorder: StatisticsRecorder | None,
         threshold_recorder: GradientRecorder | None,
     ) -> list[Tensor]:
-        """Take the local steps of a node's round; returns their losses."""
-        params, steps_done = self._model_state.params, self.steps_done[node]
+        """Take the local steps of a node's round, which began with the weights `start`; returns their losses."""
+        params, steps_done, steps = self._model_state.params, self.steps_done[node], self._training.batches.steps(node)
         hparams_at = self._training.inner_hyperparameters.at
         seed = derive_seed(self._seed, "model", t, node)
         seed_python_and_numpy(seed)
@@ -175,6 +178,8 @@ class Sequential:
                 losses.append(self._backward(to_device(batch, self._device), params))
             except Exception as error:
                 raise _with_location(error, node, t, step) from error.__cause__
+            if self._training.proximal:
+                self._add_proximal_term(start)
             self._inner_step(params, optimizer_state, hparams_at(t, steps_done + step), statistics_recorder)
             if threshold_recorder is not None:
                 self._record_clipped(params, optimizer_state, threshold_recorder, steps_done + step)
@@ -208,6 +213,13 @@ class Sequential:
             raise ValueError("Invalid loss: it depends on no trainable parameter. Was it detached, or is all frozen?")
         loss.backward()
         return loss.detach()
+
+    @torch.no_grad()
+    def _add_proximal_term(self, start: Sequence[Tensor]) -> None:
+        """Replace every gradient; a parameter that the loss did not reach has none, and does not move."""
+        for p, x0 in zip(self._model_state.params, start, strict=True):
+            if p.grad is not None:
+                p.grad = proximal_gradient(p.grad, p, x0, self._training.proximal)
 
     def _inner_step(
         self,

@@ -18,7 +18,7 @@ from tailopt.arguments import check_choice, check_counts, check_flags, check_fun
 from tailopt.engines.batches import BatchFunction, BatchSource, DatasetBatches, FunctionBatches, LossFunction
 from tailopt.engines.engine import Evaluate
 from tailopt.engines.loop import Loop, Reporting
-from tailopt.engines.model_state import ModelState, trainable_parameters
+from tailopt.engines.model_state import ModelState, names_and_dimensions, trainable_parameters
 from tailopt.engines.routes import chosen_route
 from tailopt.engines.sequential import PRECISIONS, LocalTraining, Sequential
 from tailopt.engines.vectorized import Vectorized
@@ -74,6 +74,7 @@ def simulate(
     sampling: str = "uniform",
     drops: float | DropChooser = 0.0,
     on_drop: str = "sync",
+    proximal: float = 0.0,
     projection: float | None = None,
     average: bool = False,
     schedules: Any = None,
@@ -119,6 +120,8 @@ def simulate(
         on_drop: where a node whose contribution was lost goes on: "sync", from the synchronised weights, or "keep",
             from its own; its next displacement then includes the lost rounds, and the guard checks only that it is
             finite.
+        proximal: the factor mu of FedProx: every local step uses g + mu (x - start) instead of the gradient g, where
+            start are the weights at the beginning of the round.
         projection: a radius B: x <- x min(1, B / |x|) after every round.
         average: also keep the average of the rounds' weights, the r-th weighted by r.
         schedules: {"ilr": ...}: schedules of `tailopt.schedules`, functions of the round that return the value, or what
@@ -167,6 +170,7 @@ def simulate(
         sampling=sampling,
         drops=drops,
         on_drop=on_drop,
+        proximal=proximal,
         projection=projection,
         average=average,
         guard=guard,
@@ -235,8 +239,8 @@ class Simulation:
                 "Use a map-style dataset without a sampler, or leave `run` out."
             )
         device = torch.device(self.device) if self.device is not None else next(self.model.parameters()).device
-        names = list(trainable_parameters(self.model))
-        hyperparameters = AlgorithmHyperparameters(self.algorithm, self.schedules, names)
+        names, dims = names_and_dimensions(trainable_parameters(self.model))
+        hyperparameters = AlgorithmHyperparameters(self.algorithm, self.schedules, names, dims)
         hyperparameters.check_first_round()
         auto_thresholds = hyperparameters.auto_thresholds
         working = (self.model if inplace else copy.deepcopy(self.model)).to(device)
@@ -281,6 +285,7 @@ class Simulation:
             seed=self.policy.seed,
             device=device,
             precision=self.precision,
+            proximal=self.policy.proximal,
             statistics=statistics,
             resumable=records.folder is not None,
             route=chosen_route(device, self._steps_in_run()),

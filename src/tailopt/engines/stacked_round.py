@@ -21,16 +21,26 @@ from tailopt.engines.sequential import seed_torch
 from tailopt.engines.stacked_batches import NodeBatches, signature, stacked
 from tailopt.engines.stacked_model import StackedGradients, StackedModel
 from tailopt.engines.stacked_rules import InnerSteps, Rows
+from tailopt.rounds.proximal import proximal_gradient
 from tailopt.rules.rule import Hyperparameters
 from tailopt.seeds import derive_seed, step_seed
 
 
 @dataclass
 class StackedNodes:
-    """The nodes of a round: weights by parameter, and the buffers that the model changes; nodes come first."""
+    """The nodes of a round: weights by parameter, and the buffers that the model changes; nodes come first.
+
+    start: the weights at the beginning of the round, where a proximal term needs them: real, and either of all nodes
+        or with one entry for all of them.
+    """
 
     weights: list[Tensor]
     buffers: dict[str, Tensor]
+    start: Sequence[Tensor] = ()
+
+    def start_of(self, rows: Rows) -> list[Tensor]:
+        """Return the weights at the beginning of the round of some nodes."""
+        return [x if rows is None or len(x) == 1 else x.index_select(0, rows) for x in self.start]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +55,7 @@ class StackedRound:
             of the model from one of vmap.
         seed: of the run.
         device: where the nodes compute.
+        proximal: the factor of the proximal term, or 0.
         watch: called before each step with rows, weights, gradients and hyperparameters; for statistics.
         captured: takes the steps of all nodes at once by compiled programs, or None.
     """
@@ -55,6 +66,7 @@ class StackedRound:
     plain_loss: Callable[[Any], None]
     seed: int
     device: torch.device
+    proximal: float = 0.0
     watch: Callable[[list[int], Sequence[Tensor], Sequence[Tensor | None], Hyperparameters], None] | None = None
     captured: CapturedSteps | None = None
 
@@ -112,6 +124,11 @@ class StackedRound:
                 nodes.buffers.update(taken.buffers)
                 return taken.losses
         losses, grads, new_buffers = self._gradients(weights, buffers, batch, everybody=index is None)
+        if self.proximal:
+            grads = [
+                None if g is None else proximal_gradient(g, w, x0, self.proximal)
+                for g, w, x0 in zip(grads, weights, nodes.start_of(index), strict=True)
+            ]
         if self.watch is not None:
             self.watch(rows, weights, grads, hparams)
         self.inner.step(index, weights, grads, hparams)

@@ -176,7 +176,7 @@ class StackedSteps:
 
 
 class SeparateSteps:
-    """Steps of a class of torch.optim, node after node: what it does with a tensor of more dimensions is unknown."""
+    """Steps of a rule that cannot step on stacked tensors, or may not: a class of torch.optim; node after node."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
@@ -195,11 +195,12 @@ class SeparateSteps:
     ) -> None:
         """Step on one node after another."""
         moving = [i for i, g in enumerate(grads) if g is not None]
+        chosen = {k: [v[i] for i in moving] if isinstance(v, list) else v for k, v in hparams.items()}
         for k, row in enumerate(range(len(self._states)) if rows is None else rows.tolist()):
             params = [as_real(weights[i][k]) for i in moving]
             gradients = [as_real(g[k]) for g in grads if g is not None]
             if params:
-                self.rule.step(params, gradients, [self._states[row][i] for i in moving], hparams)
+                self.rule.step(params, gradients, [self._states[row][i] for i in moving], chosen)
 
     def state(self, row: int) -> list[ParamState]:
         """Return the states of one node."""

@@ -43,10 +43,10 @@ class Vectorized(Sequential):
         super().__init__(model, training)
         self._program = StackedModel(model, training.loss, PRECISIONS[training.precision])
         rule = training.inner_hyperparameters.rule
-        named = isinstance(training.algorithm.inner, str)
-        self._inner: InnerSteps = StackedSteps(rule) if named else SeparateSteps(rule)
+        stackable = isinstance(training.algorithm.inner, str) and not rule.needs_whole_tensors
+        self._inner: InnerSteps = StackedSteps(rule) if stackable else SeparateSteps(rule)
         compiled = training.route.name == COMPILED
-        self._captured = CapturedSteps(self._program, self._inner) if compiled else None
+        self._captured = CapturedSteps(self._program, self._inner, None, bool(training.proximal)) if compiled else None
         self._stack: list[Tensor] = []  # the memory of the stacked weights, used again in every round
         self._model_is_known = False
         self._recorders: list[StatisticsRecorder] = []
@@ -102,6 +102,7 @@ class Vectorized(Sequential):
             plain_loss=self._plain_loss,
             seed=self._seed,
             device=self._device,
+            proximal=self._training.proximal,
             watch=self._count if self._training.statistics else None,
             captured=self._captured,
         )
@@ -121,7 +122,7 @@ class Vectorized(Sequential):
                     as_real(whole)[row].copy_(own)
                 for name in changing:
                     buffers[name][row].copy_(diverged.buffers[name])
-        return StackedNodes(list(self._stack), buffers)
+        return StackedNodes(list(self._stack), buffers, [x[None] for x in start] if self._training.proximal else ())
 
     def _diverged_state(self, nodes: StackedNodes, state: GlobalState, row: int) -> DivergedState:
         weights = [as_real(w)[row].to("cpu", copy=True) for w in nodes.weights]

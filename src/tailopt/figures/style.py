@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tailopt.algorithms import ALGORITHMS
+from tailopt.algorithms import rule_names
 from tailopt.optional import missing
 
 PALETTE = {
@@ -33,10 +33,12 @@ COLOURS = {
     "adagrad": PALETTE["purple"],
     "adam": PALETTE["orange"],
     "adamw": PALETTE["green"],
+    "muon": PALETTE["black"],
 }
 LINES: Mapping[str, Any] = {
     "avg": "-",
     "adam": "--",
+    "yogi": (0, (5, 2, 1, 2, 1, 2)),
     "rmsprop": ":",
     "adagrad": "-.",
     "biclip": (0, (5, 1, 1, 1)),
@@ -96,7 +98,7 @@ def look(algorithm: str) -> dict[str, Any]:
         >>> look("adam-biclip")
         {'color': '#D55E00', 'linestyle': '--', 'label': 'adam-biclip'}
     """
-    outer, inner = ALGORITHMS[algorithm]
+    outer, inner = rule_names(algorithm)
     return {"color": COLOURS[inner], "linestyle": LINES[outer], "label": algorithm}
 
 

@@ -12,22 +12,14 @@ from typing import Any, TypeVar
 from torch.optim import Optimizer
 
 from tailopt import schedules as scheduling
-from tailopt.algorithms import (
-    PUBLIC_NAMES,
-    Algorithm,
-    check_side,
-    check_threshold_settings,
-    hparams_of,
-    lower_thresholds,
-    per_parameter,
-    rule_of,
-)
+from tailopt.algorithms import Algorithm, check_side, hparams_of, rule_of
 from tailopt.optimizers.auto_thresholds import is_auto
 from tailopt.rounds.auto_thresholds import AutoThresholds, AutoThresholdsByLevel
 from tailopt.rounds.guard import Bound, bound
 from tailopt.rules.rule import Hyperparameters, Rule
+from tailopt.settings import PUBLIC_NAMES, check_threshold_settings, lower_thresholds, per_parameter
 
-SCHEDULABLE = ("lr", "u", "d")
+SCHEDULABLE = ("lr", "lr_adamw", "u", "d")
 CACHED = 64  # entries; those of past rounds are dropped together
 MOMENTS = (1, 2, 3, 10, 100, 1000)  # at which schedules are compared, beside quarters of the run
 TORCH_LIMIT = 10_000  # of those moments for torch's schedulers, which reach a moment one step at a time
@@ -43,23 +35,31 @@ class RuleHyperparameters:
         base: its hyperparameters without schedules, by the rule's own names.
         schedules: by the rule's own names.
         names: of the parameters, against which patterns are resolved.
+        dims: how many dimensions each of them has, for rules that ask for it.
 
     Attributes:
         auto_thresholds: those of the coming round, where u is "auto"; else None.
     """
 
     def __init__(
-        self, side: str, rule: Rule, base: Mapping[str, Any], schedules: Mapping[str, Any], names: Sequence[str]
+        self,
+        side: str,
+        rule: Rule,
+        base: Mapping[str, Any],
+        schedules: Mapping[str, Any],
+        names: Sequence[str],
+        dims: Sequence[int] = (),
     ) -> None:
         self.side, self.rule, self.base, self.schedules = side, rule, dict(base), dict(schedules)
         self.by_step = any(scheduling.per(schedule) == "step" for schedule in self.schedules.values())
-        self._names = list(names)
+        self._names, self._dims = list(names), list(dims)
         self._cache: dict[Any, Any] = {}
+        self._resolved: dict[str, list[Any]] = {}
         self.auto_thresholds = AutoThresholds.of(side, rule, base) if is_auto(base.get("u")) else None
         # what `at` returns where nothing varies: with small models, even one look-up in a dict per step can be measured
         self._constant: Hyperparameters | None = None
         for key, schedule in self.schedules.items():
-            if key != "lr" and is_auto(self.base[key]):
+            if key in ("u", "d") and is_auto(self.base[key]):
                 name = PUBLIC_NAMES[side][key]
                 raise ValueError(f'Invalid schedule of {name}: "auto" is chosen anew in every round. Leave one out.')
             if side == "outer" and scheduling.per(schedule) == "step":
@@ -123,7 +123,7 @@ class RuleHyperparameters:
             schedule, name = self.schedules.get(key), PUBLIC_NAMES[self.side].get(key, key)
             if schedule is not None:
                 base = scheduling.value(schedule, base, step if scheduling.per(schedule) == "step" else t, name)
-            values[key] = per_parameter(base, self._names, name)
+            values[key] = self._by_parameter(key) or per_parameter(base, self._names, name)
         if self.auto_thresholds is not None:
             return {**values, **self.auto_thresholds.hparams()}
         if is_auto(values.get("d")):
@@ -131,6 +131,14 @@ class RuleHyperparameters:
         if "u" in values and self.schedules:
             self._check_order(values, t)
         return values
+
+    def _by_parameter(self, key: str) -> list[Any]:
+        """Return a hyperparameter that the rule itself resolves by parameter, once for the run; empty for any other."""
+        if key not in self.rule.by_parameter:
+            return []
+        if key not in self._resolved:
+            self._resolved[key] = self.rule.by_parameter[key](self.base[key], self._names, self._dims)
+        return self._resolved[key]
 
     def _check_order(self, values: Hyperparameters, t: int) -> None:
         zone = values.get("dead_zone", 0.0)
@@ -149,9 +157,10 @@ class AlgorithmHyperparameters:
     Args:
         schedules: by public name (`ilr`, `o_u`, ...), or what `tailopt.theory` returns, or None.
         names: of the parameters.
+        dims: how many dimensions each of them has, for rules that ask for it.
     """
 
-    def __init__(self, algorithm: Algorithm, schedules: Any, names: Sequence[str]) -> None:
+    def __init__(self, algorithm: Algorithm, schedules: Any, names: Sequence[str], dims: Sequence[int] = ()) -> None:
         base = {side: algorithm.hparams(side) for side in ("outer", "inner")}
         schedulable = {
             PUBLIC_NAMES[side][key]: (side, key) for side in base for key in SCHEDULABLE if key in base[side]
@@ -161,7 +170,7 @@ class AlgorithmHyperparameters:
             side, key = schedulable[name]
             by_side[side][key] = schedule
         self.outer, self.inner = (
-            RuleHyperparameters(side, algorithm.rule(side), base[side], by_side[side], names)
+            RuleHyperparameters(side, algorithm.rule(side), base[side], by_side[side], names, dims)
             for side in ("outer", "inner")
         )
 

@@ -15,6 +15,7 @@ from tailopt.arguments import check_choice, check_counts, check_flags, checked_s
 from tailopt.rounds import robust
 from tailopt.rounds.drops import ON_DROP, DropChooser, Drops
 from tailopt.rounds.participants import SAMPLINGS, Chooser, Participants, Sampling, checked_weights, participant_count
+from tailopt.rounds.proximal import checked_proximal
 
 INNER_STATES = ("keep", "reset")
 COMPARED_ROUNDS = 8  # rounds for which real nodes tell each other which nodes a function chooses
@@ -37,6 +38,7 @@ class RoundPolicy:
         drops: which contributions a simulation loses: a probability or a function; None on real nodes,
             where no loss is simulated.
         on_drop: where a node continues whose contribution was lost: "sync" or "keep".
+        proximal: the factor mu of FedProx: local steps use g + mu (x - start) as the gradient; 0 for no such term.
         projection: the radius of a ball that contains the weights after every round.
         average: whether the average of the rounds' weights is kept.
         guard: whether displacements that the inner optimizer cannot produce are excluded.
@@ -63,6 +65,7 @@ class RoundPolicy:
     sampling: str = "uniform"
     drops: float | DropChooser | None = None
     on_drop: str = "sync"
+    proximal: float = 0.0
     projection: float | None = None
     average: bool = False
     guard: bool = True
@@ -74,6 +77,7 @@ class RoundPolicy:
     def __post_init__(self) -> None:
         self._check()
         object.__setattr__(self, "seed", checked_seed(self.seed))
+        object.__setattr__(self, "proximal", checked_proximal(self.proximal))
         # also refuses weights that a robust mean would have to ignore
         object.__setattr__(self, "robust_mean", robust.resolve(self.aggregate, self.weights, self.sampling))
         if self.nodes is not None:
@@ -155,6 +159,7 @@ class RoundPolicy:
             "participants": self.participants,
             "sampling": self.sampling,
             **drops,
+            "proximal": self.proximal or None,
             "projection": self.projection,
             "average": self.average,
             "guard": self.guard,
@@ -174,6 +179,7 @@ class RoundPolicy:
             "participants": self._known_sampling.compared(self.nodes, rounds),
             "sampling": self.sampling,
             "seed": self.seed,
+            "proximal": self.proximal,
             "projection": self.projection,
             "guard": self.guard,
             "aggregate": "mean" if self.robust_mean is None else str(self.robust_mean),

@@ -55,6 +55,7 @@ class StepBound:
     limit: Any
 
 
+ByParameter = Callable[[Any, Sequence[str], Sequence[int]], list[Any]]  # (given, names, dimensions) -> values
 Thresholds = tuple[Any, Any, Any]  # u, d and the dead zone of one tensor
 
 
@@ -76,8 +77,12 @@ class Rule:
         state_names: the tensors in a parameter's state after a step.
         needs_norm: whether a step needs the norm of the whole gradient. A caller that holds only a part of the
             gradient passes the norm as the hyperparameter `norm`.
+        needs_whole_tensors: whether a step needs every parameter as it is: no shard of it, and not stacked with those
+            of other nodes.
         is_elementwise: whether a coordinate moves by what its own gradient says and by nothing else.
         thresholds: (parameters, gradients, hyperparameters) -> of every tensor, for statistics.
+        by_parameter: hyperparameters that become a list with a value for each parameter, by functions of what is given
+            and of the names and the numbers of dimensions of all parameters.
         auto_u_limits: what a u that is "auto" limits: every element, or norms; None where u may not be "auto".
     """
 
@@ -88,8 +93,10 @@ class Rule:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     state_names: tuple[str, ...] = ()
     needs_norm: bool = False
+    needs_whole_tensors: bool = False
     is_elementwise: bool = False
     thresholds: Callable[[Tensors, Tensors, Hyperparameters], list[Thresholds]] = no_thresholds
+    by_parameter: Mapping[str, ByParameter] = field(default_factory=dict)
     auto_u_limits: Literal["elements", "norms"] | None = None
 
 

@@ -9,12 +9,14 @@ from tailopt.rules.adagrad import ADAGRAD
 from tailopt.rules.adam import ADAM, ADAMW, BICLIP_ADAM, BICLIP_ADAMW
 from tailopt.rules.biclip import BICLIP, SIGN
 from tailopt.rules.l2clip import BICLIP_L2, L2CLIP
+from tailopt.rules.muon import MUON
 from tailopt.rules.rmsprop import RMSPROP
 from tailopt.rules.rule import Rule
 from tailopt.rules.sgd import AVG, NESTEROV, SGD
+from tailopt.rules.yogi import YOGI
 
-# Outside, adam and rmsprop have the betas of adaptive federated optimizers and no bias correction, as in the paper's
-# pseudocode of nested training.
+# Outside, adam, rmsprop and yogi have the betas of adaptive federated optimizers and no bias correction, as in the
+# paper's pseudocode of nested training.
 OUTER: Mapping[str, Rule] = {
     "avg": AVG,
     "sgd": SGD,
@@ -24,9 +26,10 @@ OUTER: Mapping[str, Rule] = {
     "adagrad": ADAGRAD,
     "rmsprop": RMSPROP,
     "adam": replace(ADAM, defaults={"betas": (0.9, 0.99), "bias_correction": False}),
+    "yogi": YOGI,
 }
 
-# Inside, adam, adamw and adagrad are torch's.
+# Inside, adam, adamw, adagrad and muon are torch's.
 INNER: Mapping[str, Rule] = {
     "sgd": replace(SGD, defaults={}),
     "l2clip": L2CLIP,
@@ -36,6 +39,7 @@ INNER: Mapping[str, Rule] = {
     "adam": ADAM,
     "adamw": ADAMW,
     "sign": SIGN,
+    "muon": MUON,
     "biclip+adam": BICLIP_ADAM,
     "biclip+adamw": BICLIP_ADAMW,
 }

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from tailopt.algorithms import ALGORITHMS
+from tailopt.algorithms import rule_names
 from tailopt.studies.protocol import Scores, all_hold, difference, exceeds, places
 
 TEXTS = {
@@ -60,8 +60,8 @@ def coordinates_beat_norms(panels: Sequence[Scores]) -> bool | None:
 
 def best_needs_more_than_sgd(scores: Scores) -> bool | None:
     """Claim 7: the best algorithm with adaptivity or BiClip inside is above the best one with SGD inside."""
-    with_sgd = best_of(scores, [name for name in scores if ALGORITHMS[name][1] == "sgd"])
-    other = best_of(scores, [name for name in scores if ALGORITHMS[name][1] in ADAPTIVE_OR_BICLIP])
+    with_sgd = best_of(scores, [name for name in scores if rule_names(name)[1] == "sgd"])
+    other = best_of(scores, [name for name in scores if rule_names(name)[1] in ADAPTIVE_OR_BICLIP])
     return None if with_sgd is None or other is None else exceeds(scores[other], scores[with_sgd])
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tailopt.algorithms import ALGORITHMS, algorithm
+from tailopt.algorithms import ALGORITHMS, algorithm, rule_names
 from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.header import Header
 from tailopt.distributed.nested_optimizer import NestedOptimizer
@@ -42,8 +42,8 @@ SUMMARY = "memory, traffic and time of all algorithms, measured and by formula; 
 OPTIONS: tuple[str, ...] = ()
 
 NODES, ROUNDS, PARAMETERS = 2, 3, 4_000_000
-# bytes per parameter of a rule's state
-STATE = {"adagrad": 4, "rmsprop": 4, "adam": 8, "adamw": 8, "nesterov": 4}
+# bytes per parameter of a rule's state; of muon, those of a hidden matrix
+STATE = {"adagrad": 4, "rmsprop": 4, "adam": 8, "adamw": 8, "yogi": 8, "nesterov": 4, "muon": 4}
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def formula(name: str) -> Bytes:
         >>> formula("bi2clip").inner_state, formula("adam2").inner_state, formula("adam2").received
         (0.0, 8.0, 6.0)
     """
-    outer, inner = ALGORITHMS[name]
+    outer, inner = rule_names(name)
     share = (NODES - 1) / NODES
     # what is gathered: the new weights, and for adam2 the second moment that the nodes' Adam starts with
     sent = share * (4 + 4 + (4 if name == "adam2" else 0))

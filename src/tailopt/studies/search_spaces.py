@@ -6,6 +6,7 @@ algorithms that have the rule, and these are searched again: see `comparison_run
 
 Weights that were trained before move by 1e-6 to 1e-3 per step, weights that start at random by more. The outer BiClip
 is searched by its learning rate on models: around 1 a mean displacement between the thresholds is applied as it is.
+Muon has no ranges for regression: a linear model has no hidden matrix.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tailopt.algorithms import ALGORITHMS
+from tailopt.algorithms import rule_names
 from tailopt.sweeps.space import Range, Space, point_at
 
 EDGE = 0.05
@@ -44,12 +45,14 @@ SPACES: Mapping[str, Space] = {
             "adagrad": {"ilr": Range(1e-5, 3e-3), "ieps": _EPS},
             "adam": {"ilr": Range(3e-6, 1e-3), "ieps": _EPS},
             "adamw": {"ilr": Range(3e-6, 1e-3), "ieps": _EPS, "weight_decay": _DECAY},
+            "muon": {"ilr": Range(1e-5, 1e-2), "ilr_adamw": Range(3e-6, 1e-3), "weight_decay": _DECAY},
         },
         outer={
             "avg": {},
             "adagrad": {"olr": Range(1e-4, 1e-2), "oeps": _EPS},
             "rmsprop": {"olr": Range(5e-6, 1e-2), "oeps": _EPS},
             "adam": {"olr": Range(5e-6, 0.1), "oeps": _EPS},
+            "yogi": {"olr": Range(5e-6, 0.1), "oeps": _EPS},
             "biclip": {"olr": Range(0.3, 3.0), "o_u": Range(5e-5, 3.0), "o_share": _SHARE},
             "biclip-l2": {"olr": Range(0.05, 5.0), "o_u": Range(0.05, 5.0), "o_share": _SHARE},
             "nesterov": _NESTEROV,
@@ -65,6 +68,7 @@ SPACES: Mapping[str, Space] = {
         outer={
             "avg": {},
             "adam": {"olr": Range(1e-5, 3e-2), "oeps": _EPS},
+            "yogi": {"olr": Range(1e-5, 3e-2), "oeps": _EPS},
             "biclip": {"olr": Range(0.3, 3.0), "o_u": Range(5e-5, 3.0), "o_share": _SHARE},
         },
     ),
@@ -77,12 +81,14 @@ SPACES: Mapping[str, Space] = {
             "adagrad": {"ilr": Range(1e-3, 3e-2), "ieps": _EPS},
             "adam": {"ilr": Range(1e-5, 5e-3), "ieps": _EPS},
             "adamw": {"ilr": Range(1e-5, 5e-3), "ieps": _EPS, "weight_decay": _DECAY},
+            "muon": {"ilr": Range(1e-3, 0.1), "ilr_adamw": Range(1e-5, 5e-3), "weight_decay": _DECAY},
         },
         outer={
             "avg": {},
             "adagrad": {"olr": Range(3e-3, 0.1), "oeps": Range(3e-6, 1e-2)},
             "rmsprop": {"olr": Range(1e-3, 3e-2), "oeps": Range(3e-6, 1e-2)},
             "adam": {"olr": Range(1e-3, 3e-2), "oeps": Range(3e-6, 1e-2)},
+            "yogi": {"olr": Range(1e-3, 3e-2), "oeps": Range(3e-6, 1e-2)},
             "biclip": {"olr": Range(0.3, 3.0), "o_u": Range(1e-3, 3.0), "o_share": _SHARE},
             "biclip-l2": {"olr": Range(0.3, 3.0), "o_u": Range(0.3, 30.0), "o_share": _SHARE},
             "nesterov": _NESTEROV,
@@ -94,11 +100,13 @@ SPACES: Mapping[str, Space] = {
         inner={
             "adam": {"ilr": Range(3e-4, 5e-3), "ieps": _EPS},
             "adamw": {"ilr": Range(3e-4, 5e-3), "ieps": _EPS, "weight_decay": _DECAY},
+            "muon": {"ilr": Range(3e-3, 0.1), "ilr_adamw": Range(3e-4, 5e-3), "weight_decay": _DECAY},
             "biclip": {"i_move": Range(3e-4, 3e-3), "i_u": Range(1e-4, 1e-2), "i_share": _SHARE},
         },
         outer={
             "avg": {},
             "adam": {"olr": Range(3e-3, 3e-2), "oeps": Range(1e-3, 1e-2)},
+            "yogi": {"olr": Range(3e-3, 3e-2), "oeps": Range(1e-3, 1e-2)},
             "rmsprop": {"olr": Range(1e-3, 1e-2), "oeps": Range(1e-3, 1e-2)},
             "biclip": {"olr": Range(0.5, 2.0), "o_u": Range(3e-3, 3e-2), "o_share": _SHARE},
             "nesterov": _NESTEROV,
@@ -119,6 +127,7 @@ SPACES: Mapping[str, Space] = {
             "adagrad": {"olr": Range(1e-2, 3.0), "oeps": _REGRESSION_EPS},
             "rmsprop": {"olr": Range(1e-3, 1.0), "oeps": _REGRESSION_EPS},
             "adam": {"olr": Range(1e-3, 1.0), "oeps": _REGRESSION_EPS},
+            "yogi": {"olr": Range(1e-3, 1.0), "oeps": _REGRESSION_EPS},
             "biclip": {"o_move": Range(3e-3, 1.0), "o_u": Range(1e-3, 1.0), "o_share": _SHARE},
             "biclip-l2": {"o_move": Range(3e-2, 10.0), "o_u": Range(1e-2, 10.0), "o_share": _SHARE},
             "nesterov": _NESTEROV,
@@ -179,7 +188,7 @@ def rules_of(name: str) -> tuple[str, str]:
         >>> rules_of("bi2clip"), rules_of(DATA_PARALLEL)
         (('biclip', 'biclip'), ('avg', 'adamw'))
     """
-    return ("avg", "adamw") if name == DATA_PARALLEL else ALGORITHMS[name]
+    return ("avg", "adamw") if name == DATA_PARALLEL else rule_names(name)
 
 
 def edges(space: Space, name: str, settings: Mapping[str, float]) -> list[Edge]:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tailopt.algorithms import ALGORITHMS
+from tailopt.algorithms import ALGORITHMS, rule_names
 from tailopt.studies.comparison import Comparison, ComparisonPlan
 from tailopt.studies.protocol import Claim, claim_lines
 from tailopt.studies.search_spaces import SPACES
@@ -82,15 +82,15 @@ def page(title: str, body: Sequence[str], claims: Sequence[Claim] | None) -> str
 
 
 def ranges_lines(space: Space, algorithms: Sequence[str] | None = None) -> list[str]:
-    """The ranges of a search space, one line per rule; only those of the algorithms, where these are named."""
-    pairs = [ALGORITHMS[name] for name in algorithms or ALGORITHMS]
+    """The ranges of a search space, one line per rule; of the algorithms named, or of the paper's."""
+    pairs = [rule_names(name) for name in algorithms or ALGORITHMS]
     lines = []
     for side, table, used in (
         ("inner", space.inner, {inner for _, inner in pairs}),
         ("outer", space.outer, {outer for outer, _ in pairs}),
     ):
         for rule, ranges in table.items():
-            if ranges and (algorithms is None or rule in used):
+            if ranges and rule in used:
                 text = ", ".join(f"{key} {interval.low:g} to {interval.high:g}" for key, interval in ranges.items())
                 lines.append(f"- {side} {rule}: {text}")
     return lines

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tailopt.algorithms import ALGORITHMS
+from tailopt.algorithms import rule_names
 from tailopt.arguments import is_number
 
 Point = dict[str, float]
@@ -66,7 +66,7 @@ class Space:
 
     def ranges(self, name: str) -> dict[str, Range]:
         """The ranges of an algorithm: those of its two rules."""
-        return self.ranges_of(*ALGORITHMS[name])
+        return self.ranges_of(*rule_names(name))
 
     def ranges_of(self, outer: str, inner: str) -> dict[str, Range]:
         """The ranges of two rules."""

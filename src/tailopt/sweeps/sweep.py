@@ -60,6 +60,7 @@ def sweep(
     participation: float | Chooser | None = None,
     participants: int | None = None,
     sampling: str | None = None,
+    proximal: float | None = None,
     projection: float | None = None,
     schedules: Any = None,
     evaluate: Evaluate | None = None,
@@ -131,9 +132,9 @@ def sweep(
     arguments = {
         "loss": loss, "data": data, "batches": batches, "nodes": nodes, "rounds": rounds, "local_steps": local_steps,
         "local_epochs": local_epochs, "batch_size": batch_size, "weights": weights, "participation": participation,
-        "participants": participants, "sampling": sampling, "projection": projection, "schedules": schedules,
-        "evaluate": evaluate, "test": test, "metric": metric, "lower_is_better": lower_is_better, "device": device,
-        "precision": precision,
+        "participants": participants, "sampling": sampling, "proximal": proximal, "projection": projection,
+        "schedules": schedules, "evaluate": evaluate, "test": test, "metric": metric,
+        "lower_is_better": lower_is_better, "device": device, "precision": precision,
     }  # fmt: skip
     tuning, reporting = problems(model_or_task, arguments)
     check_choice("engine", engine, ENGINES)
