@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -21,7 +22,7 @@ from urllib.request import url2pathname
 DISTRIBUTION = "tailopt-torch"
 
 
-def require(module: str, sentence: str, extra: str, package: str | None = None) -> Any:
+def require(module: str, sentence: str, extra: str, package: str | None = None, at_least: str | None = None) -> Any:
     """Import a module of an optional package.
 
     Args:
@@ -30,18 +31,40 @@ def require(module: str, sentence: str, extra: str, package: str | None = None) 
         extra: the extra of this project that has the package.
         package: the name of the package at the index, where it differs from the first part of the module's name;
             several names are separated by spaces.
+        at_least: the oldest version that will do, such as "1.27"; only where older ones are likely to be installed.
 
     Raises:
-        ImportError: the package is missing; the message ends with the command that installs it.
+        ImportError: the package is missing or too old; the message ends with the command that installs it.
 
     Examples:
         >>> require("json", "Records need json", extra="runs").dumps([1])
         '[1]'
     """
+    package = package or module.partition(".")[0].replace("_", "-")
+    if at_least is not None:
+        sentence = f"{sentence} {at_least} or newer (extra [{extra}]), and {_installed(package) or 'none'} is installed"
     try:
-        return importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ImportError as error:
-        raise missing(sentence, package or module.partition(".")[0].replace("_", "-"), extra) from error
+        raise missing(sentence, package, extra) from error
+    if at_least is not None and _numbers(_installed(package)) < _numbers(at_least):
+        raise missing(sentence, f"--upgrade {package}", extra)
+    return imported
+
+
+def _installed(package: str) -> str:
+    """Return the version of an installed package; empty where it is not installed."""
+    from importlib import metadata  # here: it takes milliseconds, and `import tailopt` never needs it
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _numbers(version: str) -> list[int]:
+    """Return the numbers that a version begins with: 1.27.0rc1 gives [1, 27, 0]."""
+    return [int(number) for number in re.match(r"[\d.]*", version)[0].split(".") if number]  # type: ignore[index]
 
 
 def missing(what: str, package: str, extra: str) -> ImportError:
