@@ -5,6 +5,7 @@ The app is that of examples/flower; `simulate` with its model, data and settings
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -116,3 +117,16 @@ def test_a_server_app_that_is_killed_goes_on_from_its_folder(deployment: Deploym
     assert deployment.finish(submit(deployment, folder)) == "finished:completed"
     check_digests(folder, tmp_path)
     assert f"resumed after round {done}" in (folder / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(("config", "status"), [("rounds=1", "completed"), ("algorithm='nothing'", "failed")])
+def test_the_script_of_the_example_exits_as_the_run_ended(deployment: Deployment, config: str, status: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(APP / "run.py"), "test", "--run-config", f"nodes={NODES} {config}"],
+        env=deployment.environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == (0 if status == "completed" else 1), done.stdout + done.stderr
+    assert f"finished:{status}" in done.stderr
