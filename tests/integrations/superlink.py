@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped, unused-ignore]
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -123,8 +124,12 @@ class Deployment:
     def kill(self, name: str) -> None:
         """Kill a process and what it started, without a goodbye."""
         process = self.processes.pop(name)
-        for each in [*children(process.pid), process]:
-            each.send_signal(signal.SIGKILL)
+        started = children(process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # also of a process that has ended, and left others behind
+        for each in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
         process.wait(timeout=30)
 
     def log(self, name: str) -> Callable[[], str]:

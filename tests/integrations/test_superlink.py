@@ -45,7 +45,7 @@ def submit(deployment: Deployment, folder: Path, rounds: int = ROUNDS) -> str:
 def simulated(tmp_path: Path, **more: Any) -> tailopt.Result:
     sys.path.insert(0, str(APP))
     try:
-        from federation.problem import algorithm, loss, model, samples
+        from federation.problem import algorithm, loss, model, samples  # type: ignore[import-not-found]
     finally:
         sys.path.remove(str(APP))
     data = [samples(1 + node, 100 + 10 * node) for node in range(NODES)]
@@ -88,7 +88,7 @@ def test_a_supernode_that_is_not_registered_is_refused(deployment: Deployment) -
     process = deployment.processes["node7"]
     wait_for(lambda: process.poll() is not None, 60, deployment.log("node7"))
     assert process.returncode != 0 and deployment.online() == NODES
-    deployment.processes.pop("node7")
+    deployment.kill("node7")
 
 
 def test_a_supernode_that_is_killed_and_restarted_participates_again(deployment: Deployment, tmp_path: Path) -> None:

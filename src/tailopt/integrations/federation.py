@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -253,7 +253,7 @@ class Federation(Sequential):
             second_moments=moments,
         )
 
-    def _contribution(self, state: GlobalState, start: list[Tensor], node: int, reply: TrainReply) -> Contribution:
+    def _contribution(self, state: GlobalState, start: Sequence[Tensor], node: int, reply: TrainReply) -> Contribution:
         """Return what a reply contributes; ValueError where its tensors are not those of the model."""
         t, steps_done = state.round + 1, self.steps_done[node]
         sent = {**dict(zip(state.names, state.weights, strict=True)), **state.buffers}

@@ -171,7 +171,9 @@ def client_app(build: Callable[[Context], Client], mods: Sequence[Callable[..., 
     def train(message: Message, context: Context) -> Message:
         content, kept = message.content, dict[str, Any](context.state.config_records.get(KEPT, {}))
         plain = json.loads(str(content.config_records["config"]["request"]))
-        arrays = {n: content.array_records[n].to_torch_state_dict() if n in content else {} for n in TENSORS}
+        arrays: dict[str, Any] = {
+            n: content.array_records[n].to_torch_state_dict() if n in content else {} for n in TENSORS
+        }
         reply = build(context).train(TrainRequest(**plain, **arrays), kept)
         context.state[KEPT] = ConfigRecord(kept)
         said = {"loss": reply.loss, "state_round": reply.state_round, "thresholds": reply.thresholds}
