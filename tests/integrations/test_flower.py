@@ -262,6 +262,20 @@ def test_a_client_that_is_restarted_begins_with_an_empty_state(caplog: pytest.Lo
     assert "Round 3: node 1 lost its inner state of round 2, and began with an empty one." in caplog.text
 
 
+def test_a_client_with_a_folder_for_states_is_restarted_with_the_bits_of_a_simulation(tmp_path: Path) -> None:
+    """Contexts are those of a new run of Flower after every round: as if server and clients had been killed."""
+    algo = algorithm("diloco")
+    over = LocalGrid(
+        {n: client_app(lambda context, n=n: client(algo, n, states=tmp_path / "states")) for n in range(NODES)}
+    )
+    for rounds in range(1, ROUNDS + 1):
+        found = federated(algo, over, rounds=rounds, run=tmp_path / "run", resume=True)
+        for context in over.contexts.values():
+            context.state.clear()
+    assert same(found, simulated(algo))
+    assert len(list((tmp_path / "states").iterdir())) == 2 * NODES
+
+
 def test_a_client_keeps_no_more_states_than_the_server_can_ask_for(tmp_path: Path) -> None:
     algo = algorithm("diloco")
     over = grid(algo)

@@ -15,7 +15,7 @@ from tailopt.rounds.block_norm import norm
 
 pytest.importorskip("flwr", reason="flwr needs Python 3.11")
 
-from flwr.clientapp.mod import fixedclipping_mod
+from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
 
 from tailopt.integrations.flower import TailOPT, client_app
 from tests.integrations.federations import NODES, STEPS, LocalGrid, algorithm, client
@@ -199,3 +199,35 @@ def test_a_clip_that_is_no_norm_is_refused(clip: Any) -> None:
 def test_noise_that_is_no_multiple_is_refused(noise: Any) -> None:
     with pytest.raises(ValueError, match="Invalid noise"):
         Privacy(1.0, noise)
+
+
+def test_secure_aggregation_of_the_older_api_does_not_work_with_messages(caplog: pytest.LogCaptureFixture) -> None:
+    """What docs/flower.md says: this fails as soon as Flower offers SecAgg+ for messages."""
+    from flwr.client.mod import secaggplus_mod
+
+    algo = algorithm("avg-sgd")
+    over = LocalGrid(
+        {n: client_app(lambda context, n=n: client(algo, n, model=net()), [secaggplus_mod]) for n in range(NODES)}
+    )
+    strategy = TailOPT(net(), algo, nodes=NODES, local_steps=STEPS, seed=3, connect_timeout=0.5)
+    strategy.start(over, num_rounds=1, timeout=60)
+    assert strategy.result is not None
+    assert [e["node"] for e in strategy.result.history[0]["excluded"]] == list(range(NODES))
+
+
+def test_noise_that_clients_add_is_beyond_the_bound_of_their_optimizer() -> None:
+    algo = algorithm("avg-biclip")
+    noisy = LocalDpMod(clipping_norm=1.0, sensitivity=1.0, epsilon=1.0, delta=1e-5)
+
+    def over() -> LocalGrid:
+        def app(node: int) -> Any:
+            return client_app(lambda context: client(algo, node, model=net()), [noisy] if node == 1 else [])
+
+        return LocalGrid({node: app(node) for node in range(NODES)})
+
+    given: dict[str, Any] = {"nodes": NODES, "local_steps": STEPS, "seed": 3, "connect_timeout": 0.5}
+    with pytest.warns(UserWarning, match="goes on without node 1: beyond what its optimizer can move"):
+        TailOPT(net(), algo, **given).start(over(), num_rounds=1, timeout=60)
+    unguarded = TailOPT(net(), algo, guard=False, **given)
+    unguarded.start(over(), num_rounds=1, timeout=60)
+    assert unguarded.result is not None and unguarded.result.history[0]["excluded"] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from tailopt.engines.simulate import restoring_global_rng
 from tailopt.evaluation import modes_of, restore_modes
 from tailopt.integrations.agreed_settings import agreed_settings, settings_digest
 from tailopt.integrations.federation import TrainReply, TrainRequest
-from tailopt.integrations.kept_states import keep_state, state_after
+from tailopt.integrations.kept_states import StateFolder, keep_state, state_after
 from tailopt.rounds.auto_thresholds import plain_statistics
 from tailopt.rounds.hyperparameters import AlgorithmHyperparameters
 from tailopt.rounds.participants import Participants
@@ -38,6 +39,8 @@ class Client:
         schedules, seed: the same as the server's.
         device: where the local steps are taken; by default where the model is.
         precision: None or "bf16" (autocast).
+        states: a folder for the inner optimizer's states where the algorithm keeps them: one folder for each run. By
+            default they are in the memory of the SuperNode, and last as long as the run of Flower.
     """
 
     def __init__(
@@ -56,12 +59,13 @@ class Client:
         seed: int = 0,
         device: torch.device | str | None = None,
         precision: str | None = None,
+        states: str | os.PathLike[str] | None = None,
     ) -> None:
         check_counts(nodes=nodes, local_steps=local_steps)
         check_function("loss", loss, "a function (model, batch) that returns a scalar tensor")
         check_choice("precision", precision, tuple(PRECISIONS))
         self.node, seed = whole_number("node", node, low=0, high=nodes - 1), checked_seed(seed)
-        self._algorithm = algorithm
+        self._states = None if states is None else StateFolder(states, self.node)
         self._hyperparameters = AlgorithmHyperparameters(algorithm, schedules, list(trainable_parameters(model)))
         self.settings = agreed_settings(model, algorithm, self._hyperparameters, nodes, local_steps, seed)
         if (data is None) == (batches is None):
@@ -91,13 +95,13 @@ class Client:
     def train(self, request: TrainRequest, kept: MutableMapping[str, bytes]) -> TrainReply:
         """Take the local steps of a round.
 
-        kept: what the client kept after earlier rounds, by round; `train` changes it where the algorithm keeps states.
+        kept: the states after earlier rounds, by round, where the client has no folder for them; `train` changes it.
         """
         if request.settings != settings_digest(self.settings):
             raise ValueError("The settings of this client are not those with which it joined: restart it.")
         modes = modes_of(self._model)
         try:
-            return self._trained(request, kept)
+            return self._trained(request, kept if self._states is None else self._states)
         finally:
             restore_modes(modes)
 

@@ -1,4 +1,4 @@
-"""The states that a client's inner optimizer had after some rounds, as bytes that an engine keeps on the client.
+"""The states that a client's inner optimizer had after some rounds, as bytes: in Flower's context, or in a folder.
 
 A server that is stopped goes on from its last checkpoint, and asks for rounds again that the client has taken already.
 So a client keeps its state after every round since that checkpoint, and the last one before it. The server knows which
@@ -8,17 +8,58 @@ of them a node goes on from (`last_state_rounds`): after a round in which the gu
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tailopt.optional import require
+from tailopt.records import disk
 from tailopt.records.pytree import pack, unpack
 from tailopt.rounds.drops import DROPPED
 from tailopt.rules.rule import ParamState
 
 _LAYOUT = "layout"
+
+
+class StateFolder(MutableMapping[str, bytes]):
+    """States by round, as files of one node of one run, which outlive its processes.
+
+    Examples:
+        >>> import tempfile
+        >>> kept = StateFolder(tempfile.mkdtemp(), node=3)
+        >>> kept["12"] = b"state"
+        >>> list(kept), kept["12"], sorted(path.name for path in kept.folder.iterdir())
+        (['12'], b'state', ['node-3-round-12.safetensors'])
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], node: int) -> None:
+        self.folder, self._prefix = Path(folder), f"node-{node}-round-"
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def __getitem__(self, round: str) -> bytes:
+        try:
+            return self._path(round).read_bytes()
+        except FileNotFoundError:
+            raise KeyError(round) from None
+
+    def __setitem__(self, round: str, state: bytes) -> None:
+        disk.replace(self._path(round), state)
+
+    def __delitem__(self, round: str) -> None:
+        self._path(round).unlink()
+
+    def __iter__(self) -> Iterator[str]:
+        found = self.folder.glob(f"{self._prefix}*.safetensors")
+        return iter([path.stem.removeprefix(self._prefix) for path in found])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def _path(self, round: str) -> Path:
+        return self.folder / f"{self._prefix}{int(round)}.safetensors"
 
 
 def state_after(kept: MutableMapping[str, bytes], t: int) -> tuple[list[ParamState] | None, int]:
