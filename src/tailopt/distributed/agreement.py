@@ -170,15 +170,15 @@ def difference(everyone: Sequence[Mapping[str, Any]]) -> str:
         'Node 2 disagrees with node 0 on local_steps: it has 3, and node 0 has 5.'
     """
     for node, facts in enumerate(everyone):
-        differing = _first_difference(dict(everyone[0]), dict(facts), "")
+        differing = first_difference(dict(everyone[0]), dict(facts))
         if differing is not None:
             where, first, other = differing
             return f"Node {node} disagrees with node 0 on {where}: it has {other}, and node 0 has {first}."
     return ""
 
 
-def _first_difference(a: Any, b: Any, where: str) -> tuple[str, str, str] | None:
-    """Where two values differ first, and how."""
+def first_difference(a: Any, b: Any, where: str = "") -> tuple[str, str, str] | None:
+    """Where two values differ first, and how: the name, and both values as text; None where they are equal."""
     if isinstance(a, dict) and isinstance(b, dict):
         pairs = [(f"{where}, {key}" if where else key, a.get(key, _ABSENT), b.get(key, _ABSENT)) for key in {**a, **b}]
     elif isinstance(a, list) and isinstance(b, list):
@@ -186,7 +186,7 @@ def _first_difference(a: Any, b: Any, where: str) -> tuple[str, str, str] | None
     else:
         x, y = (str(v) if v is _ABSENT else json.dumps(v) for v in (a, b))  # as text: NaN equals NaN
         return (where, x, y) if x != y else None
-    return next((pair for key, x, y in pairs if (pair := _first_difference(x, y, key)) is not None), None)
+    return next((pair for key, x, y in pairs if (pair := first_difference(x, y, key)) is not None), None)
 
 
 class _Absent:

@@ -18,14 +18,10 @@ from tailopt.algorithms import Algorithm
 from tailopt.distributed.nested_optimizer import NestedOptimizer
 from tailopt.engines.batches import DatasetBatches, LossFunction
 from tailopt.engines.engine import Evaluate
-from tailopt.engines.model_state import trainable_parameters
-from tailopt.engines.replay import continued_digests, recorded_digests, tensor_digests
+from tailopt.engines.replay import DigestRecorder
 from tailopt.engines.sequential import seed_python_and_numpy, seed_torch
 from tailopt.evaluation import evaluating
 from tailopt.loggers.protocol import RowFunction
-from tailopt.records import history
-from tailopt.records.folder import is_run
-from tailopt.records.ledger import Ledger
 from tailopt.seeds import derive_seed, step_seed
 
 
@@ -128,21 +124,14 @@ class _RoundLogger:
         run: Path | None,
         on_row: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._model, self._plan, self._run, self._on_row = model, plan, run, on_row
-        trained = trainable_parameters(model)
-        self._names, self._params = list(trained), list(trained.values())
-        self._digests: Ledger | None = None
-        if run is not None and is_run(run):
-            recorded_digests(run).lines()  # checked before the first round rather than after it
+        self._model, self._plan, self._on_row = model, plan, on_row
+        self._digests = None if run is None else DigestRecorder(run, model)
 
     def __call__(self, row: dict[str, Any]) -> None:
         """Take one row of the history; metrics are added to it."""
         t, plan = row["round"], self._plan
-        if self._run is not None:
-            if self._digests is None:
-                self._digests = continued_digests(self._run, t - 1)
-            digests = tensor_digests(self._names, self._params)
-            self._digests.append(history.line({"round": t, "tensors": digests}), t)
+        if self._digests is not None:
+            self._digests.record(t)
         if plan.evaluate is not None and (t % plan.evaluate_every == 0 or t == plan.rounds):
             with evaluating(self._model):
                 row["metrics"] = {str(key): float(value) for key, value in plan.evaluate(self._model).items()}

@@ -89,6 +89,32 @@ class DatasetBatches:
         return self._data[node].batches(steps_done, steps)
 
 
+class OwnBatches:
+    """Batches of one node on a machine that has only this node's data: those that `DatasetBatches` has for it.
+
+    Args:
+        data: a Dataset or DataLoader.
+        node, nodes: its number, and how many nodes there are.
+    """
+
+    def __init__(self, data: Any, node: int, nodes: int, steps: int, batch_size: int | None, seed: int) -> None:
+        self.nodes, self._steps = nodes, steps
+        self._data = NodeData(data, node, seed, batch_size)
+        self.not_repeatable_because = self._data.own_order or ""
+
+    def samples(self) -> list[float] | None:
+        """Return None: the sizes of the others are not known here."""
+        return None
+
+    def steps(self, node: int) -> int:
+        """Return the local steps of a round, the same for every node."""
+        return self._steps
+
+    def batches(self, node: int, t: int, steps_done: int, steps: int) -> Iterator[Any]:
+        """Continue where the node left off."""
+        return self._data.batches(steps_done, steps)
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on a device."""
     if isinstance(batch, Tensor):

@@ -1,7 +1,7 @@
 """The digests of a run of real nodes, and its replay as a simulation on one machine.
 
-Node 0 of `tailopt train` records a digest of every tensor after every round. `replay` simulates the same run and
-compares digests: the first difference is named by round and tensor.
+Node 0 of `tailopt train`, and the server of a federation, record a digest of every tensor after every round. `replay`
+simulates the same run and compares digests: the first difference is named by round and tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tailopt.algorithms import Algorithm
 from tailopt.engines.model_state import trainable_parameters
 from tailopt.engines.simulate import simulate
 from tailopt.records import history
-from tailopt.records.folder import Run
+from tailopt.records.folder import Run, is_run
 from tailopt.records.ledger import Ledger, chain_of
 from tailopt.records.tensor_bytes import tensor_sha256
 from tailopt.rounds.drops import DROPPED
@@ -69,6 +69,29 @@ def continued_digests(folder: Path, round: int) -> Ledger:
     return ledger
 
 
+class DigestRecorder:
+    """Writes the digests of a run, a row after every round.
+
+    Args:
+        folder: of the run.
+        model: whose trained parameters are recorded.
+    """
+
+    def __init__(self, folder: Path, model: torch.nn.Module) -> None:
+        trained = trainable_parameters(model)
+        self._folder, self._names, self._params = folder, list(trained), list(trained.values())
+        self._digests: Ledger | None = None
+        if is_run(folder):
+            recorded_digests(folder).lines()  # checked before the first round rather than after it
+
+    def record(self, t: int) -> None:
+        """Add the row of round t, from the model as it is now."""
+        if self._digests is None:
+            self._digests = continued_digests(self._folder, t - 1)
+        digests = tensor_digests(self._names, self._params)
+        self._digests.append(history.line({"round": t, "tensors": digests}), t)
+
+
 def replay(
     folder: Path, model: torch.nn.Module, algorithm: Algorithm, **settings: Any
 ) -> tuple[int, Difference | None]:
@@ -81,7 +104,7 @@ def replay(
         settings: of `simulate`, those of the run.
     """
     if not (folder / DIGESTS).is_file():
-        raise FileNotFoundError(f"{folder} has no {DIGESTS}: it is not a run of `tailopt train`.")
+        raise FileNotFoundError(f"{folder} has no {DIGESTS}: it is not a run of `tailopt train`, nor of a federation.")
     by_round: dict[int, Mapping[str, str]] = {row["round"]: row["tensors"] for row in recorded_digests(folder).read()}
     rounds = max(by_round, default=0)
     if not rounds:

@@ -226,7 +226,7 @@ class Simulation:
     schedules: Any
     device: torch.device | str | None
     precision: str | None
-    engine: str
+    engine: str | Callable[[torch.nn.Module, LocalTraining], Sequential]  # a key of `ENGINES`, or what builds one
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, tuple(PRECISIONS))
@@ -247,7 +247,7 @@ class Simulation:
         modes = modes_of(working)
         try:
             training = self._training(hyperparameters.inner, device, reporting.statistics, records)
-            engine = ENGINES[self.engine](working, training)
+            engine = (self.engine if callable(self.engine) else ENGINES[self.engine])(working, training)
             state = engine.initial_state(self.policy.average)
             with restoring_global_rng(device):
                 config = self._config(reporting.statistics, records)

@@ -153,7 +153,7 @@ class AutoThresholds:
         """Return everything that the next rounds depend on, as plain data; what was gathered too."""
         return {
             "chosen": None if self._chosen is None else self._chosen.state(),
-            "gathered": [_plain(statistics) for statistics in self._gathered],
+            "gathered": [plain_statistics(statistics) for statistics in self._gathered],
             "gradients": self._gradients,
         }
 
@@ -161,7 +161,7 @@ class AutoThresholds:
         """Load what `state` returned."""
         chosen = state["chosen"]
         self._chosen = None if chosen is None else Thresholds.from_state(chosen)
-        self._gathered = [_from_plain(plain) for plain in state["gathered"]]
+        self._gathered = [statistics_from_plain(plain) for plain in state["gathered"]]
         self._gradients = int(state["gradients"])
         self.version += 1
 
@@ -240,8 +240,8 @@ def checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return dict(state)
 
 
-def _plain(statistics: Statistics) -> dict[str, Any]:
-    """Statistics as plain data; of a histogram the octaves that are not empty."""
+def plain_statistics(statistics: Statistics) -> dict[str, Any]:
+    """Return statistics as plain data; of a histogram the octaves that are not empty."""
     if isinstance(statistics, Norms):
         return {"norms": list(statistics.values)}
     pairs = enumerate(zip(statistics.octaves, statistics.logs, strict=True))
@@ -249,7 +249,8 @@ def _plain(statistics: Statistics) -> dict[str, Any]:
     return {**{name: getattr(statistics, name) for name in _NUMBERS}, "octaves": octaves}
 
 
-def _from_plain(plain: Mapping[str, Any]) -> Statistics:
+def statistics_from_plain(plain: Mapping[str, Any]) -> Statistics:
+    """Read what `plain_statistics` returned."""
     if "norms" in plain:
         return Norms(tuple(plain["norms"]))
     octaves, logs = [0] * BINS, [0.0] * BINS

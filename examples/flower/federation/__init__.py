@@ -1,0 +1,1 @@
+"""A federation on Flower, to start your own from."""

@@ -1,0 +1,504 @@
+"""Federations over a Grid in this process: Flower's messages and apps, without its network. `test_simulation` and
+`test_superlink` have the real ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tailopt
+from tailopt.algorithms import ALGORITHMS
+from tailopt.cli.config_file import sections
+from tailopt.cli.configuration import resolve
+from tailopt.cli.main import main
+from tailopt.records.folder import Run
+
+pytest.importorskip("flwr", reason="flwr needs Python 3.11")
+
+from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
+
+from tailopt.integrations import flower
+from tailopt.integrations.flower import TailOPT, client_app
+from tests.integrations.federations import (
+    BATCH,
+    NODES,
+    ROUNDS,
+    STEPS,
+    LocalGrid,
+    algorithm,
+    client,
+    data,
+    digest,
+    grid,
+    model,
+    round_of,
+    simulated,
+    squares,
+)
+
+
+def federated(
+    algo: tailopt.Algorithm, over: LocalGrid | None = None, rounds: int = ROUNDS, **more: Any
+) -> tuple[nn.Module, list[dict[str, Any]]]:
+    """The model and the history of a federation."""
+    trained = more.pop("model", None) or model()
+    given: dict[str, Any] = {"nodes": NODES, "local_steps": STEPS, "seed": 3, "connect_timeout": 0.5}
+    strategy = TailOPT(trained, algo, **given | more)
+    strategy.start(over or grid(algo), num_rounds=rounds, timeout=60)
+    assert strategy.result is not None
+    return trained, strategy.result.history
+
+
+def same(found: tuple[nn.Module, list[dict[str, Any]]], expected: tailopt.Result) -> bool:
+    """Whether all weights and buffers have the same bits, and the histories are equal."""
+    return digest(found[0]) == digest(expected.model) and _text(found[1]) == _text(expected.history)
+
+
+def _text(rows: list[dict[str, Any]]) -> str:
+    return json.dumps(rows, sort_keys=True)  # as text, NaN equals NaN; rows that were read from a file are sorted
+
+
+# The bits of `simulate`
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_has_the_bits_of_a_simulation(name: str) -> None:
+    algo = algorithm(name)
+    assert same(federated(algo), simulated(algo))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"participants": 3},
+        {"participants": 3, "sampling": "proportional", "weights": [1.0, 2.0, 3.0, 4.0, 5.0]},
+        {"weights": [1.0, 2.0, 0.5, 4.0, 3.0], "projection": 1.5, "average": True},
+        {"schedules": {"ilr": tailopt.schedules.power(-0.5)}},
+        {"aggregate": "median-norm"},
+        {"aggregate": "trimmed-mean", "participants": 4},
+        {"aggregate": "coordinate-median"},
+        {"aggregate": "centred-clipping"},
+    ],
+    ids=["3 of 5", "proportional", "weights", "schedule", "median-norm", "trimmed", "median", "centred"],
+)
+def test_every_option_of_a_round_has_the_bits_of_a_simulation(more: dict[str, Any]) -> None:
+    algo = algorithm("bi2clip")
+    of_clients = {"schedules": more["schedules"]} if "schedules" in more else {}
+    assert same(federated(algo, grid(algo, **of_clients), **more), simulated(algo, **more))
+
+
+@pytest.mark.parametrize("name", ["bi2clip", "avg-l2clip"])
+def test_automatic_thresholds_are_those_of_a_simulation(name: str) -> None:
+    settings = {"ilr": 0.05, "i_u": "auto"}
+    settings |= {"i_d": "auto", "olr": 0.3, "o_u": "auto", "o_d": "auto"} if name == "bi2clip" else {}
+    algo = tailopt.algorithm(name, **settings)
+    assert same(federated(algo, rounds=8), simulated(algo, rounds=8))
+
+
+def test_a_bfloat16_model_has_the_bits_of_a_simulation() -> None:
+    def half() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1)).bfloat16()
+
+    def loss(net: nn.Module, batch: Any) -> torch.Tensor:
+        return squares(net, [part.bfloat16() for part in batch])
+
+    algo = algorithm("adam-biclip")
+    over = LocalGrid(
+        {
+            node: client_app(lambda context, node=node: client(algo, node, model=half(), loss=loss))
+            for node in range(NODES)
+        }
+    )
+    expected = tailopt.simulate(
+        half(),
+        algo,
+        loss=loss,
+        data=[data(node) for node in range(NODES)],
+        batch_size=BATCH,
+        rounds=ROUNDS,
+        local_steps=STEPS,
+        seed=3,
+        progress=False,
+    )
+    assert same(federated(algo, over, model=half()), expected)
+
+
+# Clients that fail
+
+
+class Failing:
+    """Builds clients; one of them fails in some rounds."""
+
+    def __init__(self, node: int, rounds: set[int]) -> None:
+        self.node, self.rounds = node, rounds
+
+    def __call__(self, algo: tailopt.Algorithm, node: int) -> Any:
+        built = client(algo, node)
+        if node == self.node:
+            train = built.train
+
+            def failing(request: Any, kept: Any) -> Any:
+                if request.round in self.rounds:
+                    raise OSError("the disk is gone")
+                return train(request, kept)
+
+            built.train = failing  # type: ignore[method-assign]
+        return built
+
+
+def test_a_client_that_crashes_loses_its_contribution(caplog: pytest.LogCaptureFixture) -> None:
+    algo = algorithm("adam-biclip")
+    found = federated(algo, grid(algo, Failing(1, {3, 4})))
+    assert same(found, simulated(algo, drops=lambda t, generator: [1] if t in (3, 4) else []))
+    assert "Round 3: no contribution of node 1: OSError: the disk is gone" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["bi2clip", "diloco"])
+def test_a_late_reply_is_a_lost_contribution(name: str) -> None:
+    """The client took its steps: an inner state that it keeps has moved on, as in a simulation."""
+    algo = algorithm(name)
+    over = grid(algo)
+    over.late = {(2, 2), (2, 3), (4, 3)}
+    lost = {2: [2], 3: [2, 4]}
+    assert same(federated(algo, over), simulated(algo, drops=lambda t, generator: lost.get(t, [])))
+
+
+@pytest.mark.parametrize("name", ["bi2clip", "diloco"])
+def test_a_nan_is_excluded_by_name(name: str) -> None:
+    algo = algorithm(name)
+    poisoned = [data(node, poisoned=3) for node in range(NODES)]
+    with pytest.warns(UserWarning, match="goes on without node 3: not finite"):
+        expected = simulated(algo, data=poisoned)
+    over = LocalGrid({n: client_app(lambda context, n=n: client(algo, n, data=poisoned[n])) for n in range(NODES)})
+    with pytest.warns(UserWarning, match="goes on without node 3: not finite"):
+        assert same(federated(algo, over), expected)
+
+
+def test_a_displacement_beyond_the_bound_is_excluded_by_name() -> None:
+    """Also of a client that says that it took more steps: its reply does not enter the bound."""
+    algo = algorithm("avg-biclip")
+
+    def greedy(algo: tailopt.Algorithm, node: int) -> Any:
+        return client(algorithm("avg-biclip"), node) if node != 4 else Scaled(client(algo, node))
+
+    class Scaled:
+        def __init__(self, inner: Any) -> None:
+            self.inner, self.node, self.settings = inner, inner.node, inner.settings
+
+        def train(self, request: Any, kept: Any) -> Any:
+            reply = self.inner.train(request, kept)
+            far = {name: x + 9.0 if name == "0.weight" else x for name, x in reply.tensors.items()}
+            return dataclasses.replace(reply, tensors=far)
+
+    with pytest.warns(UserWarning, match=r"node 4: beyond what its optimizer can move in 0\.weight"):
+        _, rows = federated(algo, grid(algo, greedy))
+    assert all([e["node"] for e in row["excluded"]] == [4] for row in rows)
+    assert all(row["weights"] == [0.25, 0.25, 0.25, 0.25, 0.0] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda content: content["tensors"].pop("0.weight"), "no tensor 0.weight of shape (8, 6)"),
+        (lambda content: content["tensors"].update(ArrayRecord({"0.bias": torch.zeros(3)})), "no tensor 0.bias"),
+        (lambda content: content.pop("reply"), "cannot be read"),
+        (lambda content: content["reply"].update({"reply": '{"loss": 1' + 400 * "0" + "}"}), "OverflowError|too large"),
+        (lambda content: content["reply"].update({"reply": "[" * 9000}), "cannot be read"),
+        (lambda content: content["reply"].update({"reply": '{"loss": 1, "node": 2}'}), "cannot be read"),
+    ],
+    ids=["missing", "shape", "no reply", "infinite", "nested", "key"],
+)
+def test_a_reply_that_cannot_be_read_is_a_lost_contribution(
+    spoil: Callable[[RecordDict], Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    algo = algorithm("avg-sgd")
+    over = grid(algo)
+    whole = over.apps[2]
+
+    def spoiled(message: Message, context: Any) -> Message:
+        reply = whole(message, context)
+        if round_of(message):
+            spoil(reply.content)
+        return reply
+
+    over.apps[2] = spoiled  # type: ignore[assignment]
+    assert same(federated(algo, over, rounds=2), simulated(algo, rounds=2, drops=lambda t, generator: [2]))
+    line = next(r.getMessage() for r in caplog.records if "no contribution of node 2" in r.getMessage())
+    assert any(part in line for part in said.split("|")), line
+
+
+# What clients keep
+
+
+def test_a_client_that_crashed_goes_on_from_the_state_it_has(caplog: pytest.LogCaptureFixture) -> None:
+    algo = algorithm("diloco")
+    _, rows = federated(algo, grid(algo, Failing(1, {3})))
+    assert [e["node"] for e in rows[2]["excluded"]] == [1] and rows[3]["excluded"] == []
+    assert "Round 4: node 1 lost its inner state of round 3, and began with that of round 2." in caplog.text
+
+
+def test_a_client_that_is_restarted_begins_with_an_empty_state(caplog: pytest.LogCaptureFixture) -> None:
+    algo = algorithm("diloco")
+    over = grid(algo)
+
+    def forget(row: dict[str, Any]) -> None:
+        if row["round"] == 2:
+            over.contexts[1].state.clear()
+
+    _, rows = federated(algo, over, loggers=[forget])
+    assert all(row["excluded"] == [] for row in rows)
+    assert "Round 3: node 1 lost its inner state of round 2, and began with an empty one." in caplog.text
+
+
+def test_a_client_with_a_folder_for_states_is_restarted_with_the_bits_of_a_simulation(tmp_path: Path) -> None:
+    """Contexts are those of a new run of Flower after every round: as if server and clients had been killed."""
+    algo = algorithm("diloco")
+    over = LocalGrid(
+        {n: client_app(lambda context, n=n: client(algo, n, states=tmp_path / "states")) for n in range(NODES)}
+    )
+    for rounds in range(1, ROUNDS + 1):
+        found = federated(algo, over, rounds=rounds, run=tmp_path / "run", resume=True)
+        for context in over.contexts.values():
+            context.state.clear()
+    assert same(found, simulated(algo))
+    assert len(list((tmp_path / "states").iterdir())) == 2 * NODES
+
+
+def test_a_client_keeps_no_more_states_than_the_server_can_ask_for(tmp_path: Path) -> None:
+    algo = algorithm("diloco")
+    over = grid(algo)
+    federated(algo, over, rounds=7, run=tmp_path / "run", checkpoint_every=3)
+    assert sorted(over.contexts[0].state["tailopt"]) == ["6", "7"]
+
+
+# Who is there
+
+
+def test_nodes_are_asked_once_and_replies_count_by_partition() -> None:
+    algo = algorithm("avg-sgd")
+    over = grid(algo)
+    federated(algo, over)
+    assert sorted(over.asked) == list(range(NODES))
+
+
+def test_a_client_that_leaves_and_comes_back_is_lost_meanwhile() -> None:
+    algo = algorithm("adam-sgd")
+    over = grid(algo)
+
+    def go(row: dict[str, Any]) -> None:
+        over.offline = {0} if row["round"] in (2, 3) else set()
+
+    found = federated(algo, over, loggers=[go])
+    assert same(found, simulated(algo, drops=lambda t, generator: [0] if t in (3, 4) else []))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            {"model": nn.Linear(6, 1)},
+            'node 4 is refused: buffers, 1.num_batches_tracked is none there and "int64[]" on the server',
+        ),
+        ({"local_steps": 7}, "node 4 is refused: local_steps is 7 there and 3 on the server"),
+        ({"algorithm": algorithm("avg-adam")}, 'node 4 is refused: algorithm is "avg-adam" there and "avg-sgd"'),
+        ({"seed": 4}, "node 4 is refused: seed is 4 there and 3 on the server"),
+    ],
+    ids=["model", "steps", "algorithm", "seed"],
+)
+def test_a_client_with_another_model_or_settings_is_refused_by_name(
+    changed: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    algo = algorithm("avg-sgd")
+    over = grid(algo)
+    over.apps[4] = client_app(lambda context: client(algo, 4, **changed))
+    assert same(federated(algo, over), simulated(algo, drops=lambda t, generator: [4]))
+    assert said in caplog.text
+
+
+def test_other_frozen_weights_are_another_model(caplog: pytest.LogCaptureFixture) -> None:
+    def frozen(value: float) -> nn.Module:
+        net = nn.Sequential(nn.Linear(6, 1), nn.Linear(1, 1))
+        nn.init.constant_(net[1].weight, value)
+        return net.requires_grad_(False).requires_grad_(True) if value < 0 else _freeze(net)
+
+    def _freeze(net: nn.Module) -> nn.Module:
+        nn.init.constant_(net[1].bias, 0.0)
+        net[1].requires_grad_(False)
+        return net
+
+    algo = algorithm("avg-sgd")
+    over = grid(algo)
+    for node in range(NODES):
+        over.apps[node] = client_app(lambda context, n=node: client(algo, n, model=frozen(2.0 if n == 1 else 1.0)))
+    _, rows = federated(algo, over, model=frozen(1.0), rounds=2)
+    assert "node 1 is refused: frozen parameters is" in caplog.text
+    assert [e["node"] for e in rows[0]["excluded"]] == [1]
+
+
+def test_a_second_client_of_a_partition_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    algo = algorithm("avg-sgd")
+    over = grid(algo)
+    over.apps[9] = client_app(lambda context: client(algo, 2))
+    over.ids[9], over.contexts[9] = 2000, over.contexts[2]
+    assert same(federated(algo, over), simulated(algo))
+    assert "node 2 is refused: another client that is connected has partition 2" in caplog.text
+
+
+def test_a_run_of_which_nobody_answers_ends(caplog: pytest.LogCaptureFixture) -> None:
+    algo = algorithm("avg-sgd")
+    over = grid(algo)
+    over.offline = set(range(NODES))
+    with pytest.raises(ConnectionError, match=r"^Round 1: none of its clients answered in 0\.5 s: 5 of them are not"):
+        federated(algo, over)
+
+
+# Records
+
+
+class Stop(RuntimeError):
+    """A server that is killed."""
+
+
+@pytest.mark.parametrize("name", ["bi2clip", "diloco", "adam2"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_server_that_is_stopped_goes_on_from_its_folder(name: str, every: int, tmp_path: Path) -> None:
+    """The clients are ahead of the checkpoint: they begin again with the states of its round."""
+    algo = algorithm(name)
+    over = grid(algo)
+    options: dict[str, Any] = {"run": tmp_path / "run", "checkpoint_every": every}
+    federated(algo, over, rounds=4, **options)
+    whole = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
+    if every == 3:  # a kill right after round 4: the newest checkpoint is that of round 3
+        assert whole.name == "round-000004"
+        for file in whole.iterdir():
+            file.unlink()
+        whole.rmdir()
+    found = federated(algo, over, rounds=6, resume=True, **options)
+    assert same(found, simulated(algo, rounds=6))
+    assert len((tmp_path / "run" / "digests.jsonl").read_text().splitlines()) == 6
+
+
+def test_compare_and_verify_read_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tables = sections(
+        {
+            "task": {"name": "syntoken"},
+            "algorithm": {"name": "avg-biclip", "ilr": 0.5, "i_u": 0.1, "i_d": 0.01},
+            "run": {"rounds": 3, "nodes": 4, "local_steps": 2, "batch_size": 8, "seed": 5},
+        }
+    )
+    chosen = resolve(tables)
+    task, algo = chosen.build_task(), chosen.build_algorithm()
+    parts = task.nodes(5, 4)
+    options: dict[str, Any] = {"nodes": 4, "local_steps": 2, "seed": 5}
+    over = LocalGrid(
+        {
+            n: client_app(
+                lambda context, n=n: client(
+                    algo, n, model=task.model(5), loss=task.loss, data=parts[n], batch_size=8, **options
+                )
+            )
+            for n in range(4)
+        }
+    )
+    over.late = {(1, 2)}
+    folder = tmp_path / "run"
+    federated(
+        algo,
+        over,
+        rounds=3,
+        model=task.model(5),
+        run=folder,
+        describe=chosen.record(),
+        evaluate=lambda net: task.evaluate(net, 5),
+        **options,
+    )
+    assert "node 1" in (folder / "log.txt").read_text()
+    assert main(["verify", str(folder)]) == 0
+    assert "3 rounds replayed: every tensor has the recorded bits" in capsys.readouterr().out
+    assert main(["compare", str(folder)]) == 0
+    assert "avg-biclip" in capsys.readouterr().out
+    assert Run.open(folder).history()[1]["excluded"][0]["reason"] == "dropped"
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"drops": 0.5}, TypeError, "Invalid drops: 0.5; a federation has no such option"),
+        ({"weights": "samples"}, ValueError, "does not take the clients' word"),
+        ({"participation": 2.0}, ValueError, "Invalid participation"),
+        ({"engine": "vectorized"}, TypeError, "engine"),
+        ({"resume": True}, ValueError, "Invalid resume"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_sent(
+    options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        TailOPT(model(), algorithm("avg-sgd"), nodes=NODES, local_steps=STEPS, **options)
+
+
+def test_a_strategy_around_this_one_is_refused() -> None:
+    inner = TailOPT(model(), algorithm("avg-sgd"), nodes=NODES, local_steps=STEPS)
+    outer = DifferentialPrivacyClientSideFixedClipping(inner, 1.0, 1.0, NODES)
+    with pytest.raises(TypeError, match="TailOPT cannot be wrapped in another strategy"):
+        outer.start(grid(algorithm("avg-sgd")), ArrayRecord(model().state_dict()), num_rounds=1, timeout=5)
+
+
+def test_data_that_cannot_be_repeated_are_refused() -> None:
+    loader = torch.utils.data.DataLoader(data(0), sampler=[0, 1, 2])
+    with pytest.raises(ValueError, match="Invalid data: a DataLoader with its own sampler"):
+        client(algorithm("avg-sgd"), 0, data=loader, batch_size=None)
+
+
+def test_flower_that_is_missing_or_too_old_names_the_extra_and_both_versions() -> None:
+    code = """
+import importlib.metadata as metadata, sys
+version = metadata.version
+def found(name):
+    if name == "flwr":
+        {found}
+    return version(name)
+metadata.version = found
+{hide}
+import tailopt.integrations.flower
+"""
+    for found, hide, said in (
+        ('return "1.8.0"', "", "Federations need flwr 1.27 or newer (extra [flower]), and 1.8.0 is installed: "),
+        (
+            "raise metadata.PackageNotFoundError",
+            'sys.modules["flwr"] = None',
+            "Federations need flwr 1.27 or newer (extra [flower]), and none is installed: ",
+        ),
+    ):
+        text = code.format(found=found, hide=hide)
+        run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
+        assert run.returncode == 1 and f"ImportError: {said}" in run.stderr, run.stderr
+
+
+def test_the_adapter_stays_small() -> None:
+    assert flower.__file__ is not None
+    assert len(Path(flower.__file__).read_text(encoding="utf-8").splitlines()) <= 200
+
+
+@pytest.fixture(autouse=True)
+def _log_of_flower(caplog: pytest.LogCaptureFixture) -> Any:
+    """Flower's logger does not propagate to the root, where pytest listens."""
+    logger = logging.getLogger("flwr")
+    logger.addHandler(caplog.handler)
+    yield
+    logger.removeHandler(caplog.handler)
