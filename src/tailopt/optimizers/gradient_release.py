@@ -32,8 +32,8 @@ from tailopt.optimizers.pending_step import PendingStep
 from tailopt.optimizers.step_in_parts import refusal
 from tailopt.optimizers.threshold_warning import warn_caller
 
-# A part of a step costs about 0.1 ms of calls, whatever its size, and a bucket counts towards the peak: 2 % of a byte per
-# parameter at 1.5B. `benchmarks/gradient_release.py --buckets` compares sizes.
+# A part of a step costs about 0.1 ms of calls, whatever its size; a bucket counts towards the peak, with 0.02 bytes per
+# parameter of a model of 1.5B. `benchmarks/gradient_release.py --buckets` compares sizes.
 BUCKET_BYTES = 32 << 20
 
 
