@@ -180,3 +180,16 @@ def test_a_round_has_one_start() -> None:
         p.grad = torch.ones(1)
         take(lambda closure: None, None)
     assert len(asked) == 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_released_gradients_are_refused_before_training_and_in_a_step() -> None:
+    net = model()
+    optimizer = tailopt.BiClip(net.parameters(), lr=0.05, u=0.5, d=0.01)
+    with tailopt.release_gradients(net, optimizer), pytest.raises(ValueError, match="Invalid proximal: the gradients"):
+        tailopt.NestedOptimizer(optimizer, "avg", local_steps=STEPS, model=net, proximal=MU)
+    nested = tailopt.NestedOptimizer(optimizer, "avg", local_steps=STEPS, model=net, proximal=MU)
+    with tailopt.release_gradients(net, optimizer):
+        loss(net, batch(0, torch.float32)).backward()
+        with pytest.raises(ValueError, match="Call remove"):
+            nested.step()

@@ -25,6 +25,7 @@ from tailopt.distributed.rule_optimizer import gradient_norms
 from tailopt.distributed.run_length import run_length_decode, run_length_encode
 from tailopt.engines.model_state import as_real
 from tailopt.optimizers.exact_state import load_exact_state
+from tailopt.optimizers.gradient_release import is_released
 from tailopt.rounds.gradient_statistics import GradientRecorder, clipped_by_step
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.hyperparameters import RuleHyperparameters
@@ -59,6 +60,7 @@ class LocalRound:
     ) -> None:
         self.optimizer, self._params, self._agreed_hparams = optimizer, params, agreed_hparams
         self._proximal_step = proximal_step
+        self._check_proximal_term()
         self._keeps_state, self._can_be_excluded = keeps_state, can_be_excluded
         self._hparams_of_steps: list[Hyperparameters] = []
         self._began = time.perf_counter()
@@ -116,7 +118,15 @@ class LocalRound:
         """Take one local step of round t, before which the node has taken `total_steps` over the whole run."""
         if self._proximal_step is None:
             return self._step(t, total_steps, closure)
+        self._check_proximal_term()
         return self._proximal_step(partial(self._step, t, total_steps), closure)
+
+    def _check_proximal_term(self) -> None:
+        if self._proximal_step is not None and is_released(self.optimizer):
+            raise ValueError(
+                "Invalid proximal: the gradients of the inner optimizer are released, so parameters move inside "
+                "backward before the term can be added. Call remove() of the handle, or set proximal=0."
+            )
 
     def _step(self, t: int, total_steps: int, closure: Callable[[], Any] | None) -> Any:
         if self._agreed_hparams is not None:

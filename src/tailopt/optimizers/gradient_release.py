@@ -77,6 +77,11 @@ def release_gradients(
     return GradientRelease(model, optimizer, bucket_bytes)
 
 
+def is_released(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the gradients of an optimizer are released at present."""
+    return isinstance(optimizer, ClippingOptimizer) and optimizer._released is not None
+
+
 def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, bucket_bytes: int) -> None:
     """Raise for what gradients cannot be released from."""
     if not isinstance(model, torch.nn.Module):
