@@ -13,7 +13,6 @@ sides apart (`ilr`, `o_u`).
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import functools
 import math
@@ -25,7 +24,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tailopt.arguments import check_choice
+from tailopt.arguments import check_choice, did_you_mean
 from tailopt.clipping.operators import check_thresholds
 from tailopt.optimizers.auto_thresholds import is_auto
 from tailopt.rules.l2clip import SCOPES
@@ -323,9 +322,11 @@ def _resolve(name: str) -> tuple[str, tuple[str, str]]:
     algorithm = _by_spelling().get(spelling_key(name))
     if algorithm is not None:
         return algorithm
-    near = difflib.get_close_matches(plain, [*ALGORITHMS, *(f"{o}-{i}" for o in OUTER for i in INNER)], n=1)
+    near = did_you_mean(
+        plain, [*ALGORITHMS, *(f"{o}-{i}" for o in OUTER for i in INNER if f"{o}-{i}" not in ALGORITHMS)]
+    )
     raise ValueError(
-        f"Unknown algorithm: {name!r}{f'; did you mean {near[0]!r}?' if near else '.'} "
+        f"Unknown algorithm: {name!r}{near} "
         f"The paper's: {', '.join(ALGORITHMS)}. Others are any of {', '.join(OUTER)} - any of {', '.join(INNER)}."
     )
 

@@ -112,7 +112,13 @@ def test_one_unreadable_run_hides_no_other(
     assert problem in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "message"), [(["task"], "invalid choice: 'task'"), (["tasks", "x"], "list runs")])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["task"], "Unknown list: 'task'; did you mean 'tasks'? There are: tasks, algorithms"),
+        (["tasks", "x"], "list runs"),
+    ],
+)
 def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", *words]) == 2
     assert message in capsys.readouterr().err

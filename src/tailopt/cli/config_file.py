@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tailopt.cli.setting_names import SECTIONS, check_section_key, nearest
+from tailopt.arguments import did_you_mean
+from tailopt.cli.setting_names import SECTIONS, check_section_key
 from tailopt.cli.setting_values import parse_toml
 
 Tables = dict[str, dict[str, Any]]  # section -> its settings; every section is present
@@ -36,7 +37,9 @@ def sections(document: Mapping[str, Any]) -> Tables:
     algorithm = method.get("name") if isinstance(method, Mapping) else None
     for section, table in tables.items():
         if section not in SECTIONS:
-            raise ValueError(f"Unknown section: {section!r}{nearest(section, SECTIONS)} Known: {', '.join(SECTIONS)}.")
+            raise ValueError(
+                f"Unknown section: {section!r}{did_you_mean(section, SECTIONS)} Known: {', '.join(SECTIONS)}."
+            )
         if not isinstance(table, Mapping):
             raise ValueError(
                 f"Invalid {section}: got {table!r}; need a table. Write [{section}] and its settings below."

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from tailopt.algorithms import Algorithm, algorithm
+from tailopt.arguments import did_you_mean
 from tailopt.cli.config_file import Tables
 from tailopt.cli.run_settings import RunSettings
 from tailopt.cli.schedule_syntax import parse_schedule
-from tailopt.cli.setting_names import check_key, nearest, task_settings
+from tailopt.cli.setting_names import check_key, task_settings
 from tailopt.cli.setting_values import check_algorithm_value, check_type, dtype_as_name, dtype_from_name
 from tailopt.paper import paper_settings
 from tailopt.schedules import Power, Scheduled
@@ -110,7 +111,7 @@ def _resolve_task(table: Mapping[str, Any]) -> dict[str, Any]:
     name = str(table.get("name", ""))
     if name not in TASKS:
         problem = f"unknown task {name!r}" if name else "no task is named"
-        near = nearest(name, TASKS)
+        near = did_you_mean(name, TASKS)
         raise ValueError(f"Invalid task: {problem}{near} Give one of {', '.join(TASKS)}: --task {next(iter(TASKS))}.")
     defaults = task_settings(name)
     for key in table:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tailopt.algorithms import ALGORITHMS, FIXED_KEYS, PUBLIC_NAMES, REQUIRED
+from tailopt.arguments import did_you_mean
 from tailopt.cli.compare import find_runs, primary_metric, print_unreadable, read_curve, read_each
 from tailopt.cli.overrides import Overrides
 from tailopt.cli.setting_names import task_settings
@@ -38,13 +39,19 @@ def add(commands: Any) -> None:
         description="List what can be run, with its settings, or what has been run.",
         epilog=f"example:\n{EXAMPLE}",
     )
-    parser.add_argument("what", nargs="?", choices=[*LISTS, "runs"], help="by default all except runs")
+    parser.add_argument(
+        "what", nargs="?", metavar="WHAT", help="tasks, algorithms, noises or runs; by default all except runs"
+    )
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="a folder of run folders; by default runs")
     parser.set_defaults(command=command, options=None)
 
 
 def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     """Print the lists that the arguments name."""
+    known = (*LISTS, "runs")
+    if arguments.what not in (None, *known):
+        near = did_you_mean(arguments.what, known)
+        raise ValueError(f"Unknown list: {arguments.what!r}{near} There are: {', '.join(known)}.")
     if arguments.folder is not None and arguments.what != "runs":
         raise ValueError(f"Invalid folder: {arguments.folder!r} belongs to `tailopt list runs FOLDER`. Leave it out.")
     if arguments.what == "runs":

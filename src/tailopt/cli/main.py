@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from tailopt.arguments import did_you_mean
 from tailopt.cli import compare, list, resume, run, study, sweep, train, verify
 from tailopt.cli.overrides import Overrides, split_arguments
 from tailopt.cli.run_settings import RunSettings
@@ -102,18 +103,42 @@ def in_shell(message: str) -> str:
 def _run_command(arguments: Sequence[str]) -> int:
     parser = _parser()
     overrides: Overrides = []
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        raise ValueError(f"Unknown command: {arguments[0]!r}{did_you_mean(arguments[0], COMMANDS)} There are: {known}.")
     if arguments and arguments[0] in OWN_OPTIONS:
         name, *rest = arguments
         # argparse cannot declare settings: which ones exist depends on the task and the algorithm.
         own_arguments, overrides = split_arguments(rest, OWN_OPTIONS[name])
         arguments = [name, *own_arguments]
-    parsed = parser.parse_args(arguments)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        raise ValueError(_unknown_argument(arguments[0], unknown[0], parser))
     if not hasattr(parsed, "command"):
         parser.print_help()
         return 0
     code: int = parsed.command(parsed, overrides)
     sys.stdout.flush()  # raises BrokenPipeError here, and not when the interpreter exits
     return code
+
+
+def _unknown_argument(command: str, argument: str, parser: Parser) -> str:
+    name = argument.partition("=")[0]
+    if command not in COMMANDS or not name.startswith("-"):
+        return f"Unexpected argument: {argument!r}. See: tailopt {command} --help"
+    known = options_of(commands_of(parser)[command])
+    return f"Unknown option: {name}{did_you_mean(name, known)} tailopt {command} has {', '.join(known)}."
+
+
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of the commands, by name."""
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(commands.choices)
+
+
+def options_of(parser: argparse.ArgumentParser) -> list[str]:
+    """The options of a parser, such as --out."""
+    return [text for action in parser._actions for text in action.option_strings if text.startswith("--")]
 
 
 def _parser() -> Parser:

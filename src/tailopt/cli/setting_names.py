@@ -9,14 +9,14 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import typing
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from tailopt.algorithms import ALGORITHMS, FIXED_KEYS, PUBLIC_NAMES, REQUIRED
+from tailopt.arguments import did_you_mean
 from tailopt.cli.run_settings import RunSettings
 from tailopt.cli.setting_values import dtype_as_name
 from tailopt.rules.table import INNER, OUTER
@@ -97,7 +97,7 @@ def check_section_key(section: str, key: str, algorithm: Any) -> None:
 def check_key(section: str, key: str, known: Collection[str], suggested: Collection[str] | None = None) -> None:
     """Raise for a key that is not known; the message suggests the nearest ones."""
     if key not in known:
-        near = nearest(key, known if suggested is None else suggested)
+        near = did_you_mean(key, known if suggested is None else suggested)
         raise ValueError(f"Unknown setting: {section}.{key}{near} [{section}] knows {', '.join(sorted(known))}.")
 
 
@@ -118,25 +118,9 @@ def locate(option: str, algorithm: Any) -> list[str]:
         raise ValueError(f"Ambiguous setting: --{option} is in {' and '.join(homes)}. Write {spellings}.")
     if not homes:
         known = {key for section in SECTIONS for key in section_keys(section)} | {*SHORT, *EXTRA_OPTIONS}
-        near = nearest(option, known - _of_other_algorithms(algorithm))
+        near = did_you_mean(option, known - _of_other_algorithms(algorithm))
         raise ValueError(f"Unknown option: --{option}{near} Known: {', '.join(sorted(known))}.")
     return [homes[0], *parts]
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message that suggests the closest names: all equally close ones, as ilr and olr are to lr.
-
-    Examples:
-        >>> nearest("roundz", ["rounds", "nodes"]), nearest("lr", ["ilr", "olr"]), nearest("x", ["rounds"])
-        ("; did you mean 'rounds'?", "; did you mean 'ilr' or 'olr'?", '.')
-    """
-
-    def similarity(candidate: str) -> float:
-        return difflib.SequenceMatcher(None, candidate, name).ratio()
-
-    near = difflib.get_close_matches(name, list(known), n=5)
-    best = sorted(candidate for candidate in near if similarity(candidate) == similarity(near[0]))
-    return f"; did you mean {' or '.join(map(repr, best))}?" if best else "."
 
 
 def _of_other_algorithms(name: Any) -> set[str]:

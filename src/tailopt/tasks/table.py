@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from tailopt.arguments import did_you_mean
 from tailopt.tasks.cifar100 import SMALL as CIFAR100_SMALL
 from tailopt.tasks.cifar100 import Cifar100
 from tailopt.tasks.glue import FORMATS as GLUE
@@ -55,9 +56,11 @@ def task(name: str, preset: str = "paper", **settings: Any) -> Task:
         1000
     """
     if name not in TASKS:
-        raise ValueError(f"Unknown task: {name!r}; need one of {', '.join(TASKS)}.")
+        raise ValueError(f"Unknown task: {name!r}{did_you_mean(name, TASKS)} There are: {', '.join(TASKS)}.")
     if preset not in PRESETS[name]:
-        raise ValueError(f"Unknown preset: {preset!r}; {name} has {', '.join(PRESETS[name])}.")
+        raise ValueError(
+            f"Unknown preset: {preset!r}{did_you_mean(preset, PRESETS[name])} {name} has {', '.join(PRESETS[name])}."
+        )
     try:
         return TASKS[name](**{**PRESETS[name][preset], **settings})
     except TypeError as error:
