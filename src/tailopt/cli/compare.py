@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tailopt.algorithms import ALGORITHMS
-from tailopt.cli.config_file import sections_of_run_folder
+from tailopt.cli.config_file import CODE, sections_of_run_folder
 from tailopt.cli.overrides import Overrides
 from tailopt.cli.tables import format_cell, print_table
 from tailopt.figures.style import look, pyplot
@@ -153,12 +153,16 @@ def first_sentence(error: Exception) -> str:
 
 
 def primary_metric(run: Run) -> tuple[str, bool]:
-    """The main metric of a run's task and whether lower is better; the loss for a run without a task."""
-    name = run.config.get("task", {}).get("name")
+    """The main metric of a run's task and whether lower is better; the loss for a run without a task.
+
+    A task of one's own is not loaded for it: its code may have changed, or may be somebody else's.
+    """
+    of_task = run.config.get("task", {})
+    name, source = of_task.get("name"), of_task.get(CODE, {})
     if name in TASKS:
         defaults = task(name).defaults
         return defaults.metric, defaults.lower_is_better
-    return "loss", True
+    return source.get("metric", "loss"), source.get("lower_is_better", True)
 
 
 def lower_is_better(run: Run, metric: str) -> bool:
@@ -185,7 +189,8 @@ def read_curve(run: Run, metric: str) -> RunCurve:
     tables = sections_of_run_folder(run.config)
     settings = {**tables["task"], **tables["run"], **tables["algorithm"]}
     settings |= {f"schedules.{key}": entry for key, entry in tables["schedules"].items()}
-    settings.pop("name", None)
+    for name in ("name", CODE):
+        settings.pop(name, None)
     settings.pop("rounds", None)  # the first table has the number of finished rounds
     return RunCurve(
         str(run.path),

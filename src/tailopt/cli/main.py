@@ -136,9 +136,9 @@ def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
     return dict(commands.choices)
 
 
-def options_of(parser: argparse.ArgumentParser) -> list[str]:
+def options_of(parser: argparse.ArgumentParser) -> tuple[str, ...]:
     """The options of a parser, such as --out."""
-    return [text for action in parser._actions for text in action.option_strings if text.startswith("--")]
+    return tuple(text for action in parser._actions for text in action.option_strings if text.startswith("--"))
 
 
 def _parser() -> Parser:

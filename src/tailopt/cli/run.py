@@ -108,7 +108,8 @@ def _choose_folder(out: str | None, configuration: Configuration) -> Path:
                 f"Continue it with `tailopt resume {shlex.quote(out)}`, or give another --out."
             )
         return folder
-    stem = f"{configuration.task['name']}-{configuration.algorithm['name']}".replace("/", "-")
+    task = configuration.task["name"].rpartition(":")[2]  # of my_task.py:MyTask the class
+    stem = f"{task}-{configuration.algorithm['name']}".replace("/", "-")
     names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
     return next(folder for folder in (Path("runs") / name for name in names) if not folder.exists())
 
