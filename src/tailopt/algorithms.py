@@ -78,6 +78,34 @@ PUBLIC_NAMES = {
 }
 # By side: options of a rule that users cannot set. The inner Adam is torch's, which always corrects its bias.
 FIXED_KEYS = {"inner": {"bias_correction"}, "outer": set[str]()}
+# Public name -> what values it takes, and what it means.
+MEANINGS: Mapping[str, tuple[str, str]] = {
+    "ilr": ("number", "learning rate of the local steps; with automatic thresholds the most that a step moves"),
+    "olr": ("number", "learning rate of the outer step; with automatic thresholds the most that a step moves"),
+    "i_u": ("number, auto, or a table by parameter name", "upper threshold of the local steps; inf clips nothing"),
+    "i_d": (
+        "number, auto, or a table by parameter name",
+        "lower threshold of the local steps; at most i_u, 0 lifts nothing",
+    ),
+    "o_u": ("number or auto", "upper threshold of the outer step; inf clips nothing"),
+    "o_d": ("number or auto", "lower threshold of the outer step; at most o_u, 0 lifts nothing"),
+    "ieps": ("number", "added to the denominator of the local steps"),
+    "oeps": ("number", "added to the denominator of the outer step"),
+    "inner_betas": ("two numbers", "decays of the moments of the local steps"),
+    "outer_betas": ("two numbers", "decays of the moments of the outer step"),
+    "inner_momentum": ("number", "momentum of the local steps, 0 to below 1; 0 keeps no state"),
+    "momentum": ("number", "momentum of the outer step, 0 to below 1"),
+    "weight_decay": ("number", "decoupled weight decay of the local steps"),
+    "dead_zone": ("number or auto", "magnitudes up to it become 0 instead of d"),
+    "scope": ("word", "whose norm is clipped: global (all parameters), group or tensor"),
+    "scale": (
+        "word",
+        "of automatic thresholds, what a step is divided by: first (they shrink with the gradients) or follow",
+    ),
+    "bias_correction": ("true or false", "whether the outer Adam corrects the bias of its moments"),
+    "inner_state": ("word", "reset begins every round with a new inner optimizer, keep lets every node keep its own"),
+    "send_preconditioner": ("true, false or raw", "of adam2: nodes start from the outer second moment"),
+}
 
 
 @dataclass(frozen=True)
@@ -194,7 +222,7 @@ def algorithm(name: str, **settings: Any) -> Algorithm:
         >>> algorithm("avg-biclip", ilr=0.05, i_u="auto", i_d="auto").settings
         {'ilr': 0.05, 'i_u': 'auto', 'i_d': 'auto'}
     """
-    canonical, (outer, inner) = _resolve(name)
+    canonical, (outer, inner) = resolve_name(name)
     extras = dict(EXTRAS.get(canonical, {}))
     extras |= {key: settings.pop(key) for key in ("inner_state", "send_preconditioner") if key in settings}
     sides = {"outer": OUTER[outer], "inner": INNER[inner]}
@@ -221,7 +249,7 @@ def canonical_name(name: str) -> str:
         >>> canonical_name("RMS-TailClip")
         'rmsprop-biclip'
     """
-    return _resolve(name)[0]
+    return resolve_name(name)[0]
 
 
 def rule_of(optimizer: str | type[Optimizer], side: str) -> Rule:
@@ -302,7 +330,7 @@ def spelling_key(name: str) -> str:
     return re.sub(r"clip(l2)?sgd$", r"clip\1", plain)
 
 
-def _resolve(name: str) -> tuple[str, tuple[str, str]]:
+def resolve_name(name: str) -> tuple[str, tuple[str, str]]:
     """Return the library's spelling of a name, and its two rules."""
     if not isinstance(name, str):
         raise TypeError(f"Invalid algorithm: {name!r}; need a name, such as 'adam-biclip'.")
@@ -334,7 +362,7 @@ def _resolve(name: str) -> tuple[str, tuple[str, str]]:
 @functools.cache
 def _by_spelling() -> dict[str, tuple[str, tuple[str, str]]]:
     """Return every algorithm by its spelling key; a name of the table wins over a pair of rules."""
-    pairs = {spelling_key(f"{outer}-{inner}"): _resolve(f"{outer}-{inner}") for outer in OUTER for inner in INNER}
+    pairs = {spelling_key(f"{outer}-{inner}"): resolve_name(f"{outer}-{inner}") for outer in OUTER for inner in INNER}
     named = {spelling_key(name): (name, pair) for name, pair in ALGORITHMS.items()}
     # Avg-L2Clip with failing nodes; which nodes fail is an argument of `simulate` (participation, drops).
     return {**pairs, **named, "sludgeclip": ("avg-l2clip", ALGORITHMS["avg-l2clip"])}
