@@ -25,6 +25,7 @@ NAMES = [
     "biclip",
     "biclip_l2",
     "calibrate",
+    "connect",
     "count",
     "l2clip",
     "load_named_state_dict",

@@ -12,6 +12,7 @@ from tailopt.calibration import calibrate
 from tailopt.clipping.counts import Counts, count, standardised
 from tailopt.clipping.operators import biclip, biclip_l2, l2clip
 from tailopt.distributed.nested_optimizer import NestedOptimizer
+from tailopt.distributed.rendezvous import connect
 from tailopt.engines.simulate import Result, simulate
 from tailopt.optimizers.biclip import BiClip
 from tailopt.optimizers.clipped import Clipped
@@ -44,6 +45,7 @@ __all__ = [
     "biclip",
     "biclip_l2",
     "calibrate",
+    "connect",
     "count",
     "l2clip",
     "load_named_state_dict",
