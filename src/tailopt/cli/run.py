@@ -19,6 +19,7 @@ from tailopt.cli.schedule_syntax import SCHEDULES
 from tailopt.cli.setting_help import algorithm_help, help_text, run_help
 from tailopt.cli.setting_names import section_keys
 from tailopt.cli.tables import format_cell
+from tailopt.cli.threads import threads_for
 from tailopt.engines.replay import DIGESTS
 from tailopt.engines.simulate import simulate
 from tailopt.records.folder import ENVIRONMENT, HISTORY, LOG, TIMES, Run, is_run
@@ -73,19 +74,22 @@ def simulate_into(folder: Path, configuration: Configuration, resume: bool, quie
         # nodes = 0 means one node per source of the data; the run folder records the number.
         run = dataclasses.replace(configuration.run, nodes=len(data))
         configuration = dataclasses.replace(configuration, run=run)
-        simulate(
-            task.model(seed),
-            configuration.build_algorithm(),
-            loss=task.loss,
-            data=data,
-            evaluate=lambda model: task.evaluate(model, seed),
-            schedules=configuration.build_schedules() or None,
-            run=folder,
-            resume=resume,
-            progress=not quiet,
-            describe=configuration.record(),
-            **_simulate_arguments(configuration),
-        )
+        model = task.model(seed)
+        recorded = Run.open(folder).environment.get("threads") if resume else None
+        with threads_for(model, quiet, recorded):
+            simulate(
+                model,
+                configuration.build_algorithm(),
+                loss=task.loss,
+                data=data,
+                evaluate=lambda model: task.evaluate(model, seed),
+                schedules=configuration.build_schedules() or None,
+                run=folder,
+                resume=resume,
+                progress=not quiet,
+                describe=configuration.record(),
+                **_simulate_arguments(configuration),
+            )
     except FileExistsError:
         raise FileExistsError(f"Invalid out: {folder} holds other things than a run. Give another --out.") from None
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,14 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     if name not in STUDIES:
         raise ValueError(f"Unknown study: {name!r}{did_you_mean(name, STUDIES)} There are: {', '.join(STUDIES)}.")
     study = STUDIES[name]
-    out = study.run(Path(arguments.out or f"studies/{arguments.name}"), options_of(study, arguments))
+    folder = Path(arguments.out or f"studies/{name}")
+    options = options_of(study, arguments)
+    try:
+        out = study.run(folder, options)
+    except KeyboardInterrupt:
+        kept = f"{folder} has what was finished" if folder.is_dir() else "nothing was written"
+        print(f"Stopped; {kept}. The same command goes on from there.", file=sys.stderr)
+        return 130
     print((out / "table.md").read_text(encoding="utf-8"))
     print(f"wrote {out}: " + ", ".join(sorted(path.name for path in out.iterdir() if path.is_file())))
     return 0
