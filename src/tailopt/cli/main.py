@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from tailopt.arguments import did_you_mean
-from tailopt.cli import compare, list, resume, run, study, sweep, train, verify
+from tailopt.cli import compare, completion, doctor, list, resume, run, study, sweep, train, verify
+from tailopt.cli.completion import options_of
 from tailopt.cli.overrides import Overrides, split_arguments
 from tailopt.cli.run_settings import RunSettings
 
@@ -29,6 +30,8 @@ COMMANDS = {
     "sweep": sweep,
     "train": train,
     "verify": verify,
+    "doctor": doctor,
+    "completion": completion,
 }
 # Commands that take settings of tasks and algorithms, with the options of their own.
 OWN_OPTIONS = {"run": run.OPTIONS, "sweep": sweep.OPTIONS, "train": train.OPTIONS}
@@ -134,11 +137,6 @@ def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
     """The parsers of the commands, by name."""
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return dict(commands.choices)
-
-
-def options_of(parser: argparse.ArgumentParser) -> tuple[str, ...]:
-    """The options of a parser, such as --out."""
-    return tuple(text for action in parser._actions for text in action.option_strings if text.startswith("--"))
 
 
 def _parser() -> Parser:
