@@ -5,6 +5,7 @@
 #   make docs       build the guide into site/            make gpu        the tests that need a CUDA device
 #   make lint       ruff and mypy                         make coverage   the tests, with the lines that they reach
 #   make workflows  actionlint, where it can be found     make hooks      run ruff and mypy before commits and pushes
+#   make dist       the sdist and the wheel, into dist/
 #   make clean      remove everything that was built
 #
 # TORCH and TORCH_INDEX choose another torch, for a new .venv:
@@ -24,7 +25,7 @@ KERNEL := $(wildcard src/tailopt/native/*.c src/tailopt/native/*.h)
 # those that put a section into RESULTS.md; bits.py compares two versions and times nothing
 BENCHMARKS := $(filter-out benchmarks/bits%.py,$(sort $(shell grep -l '"--write"' benchmarks/*.py)))
 
-.PHONY: demo test lint bench docs slow gpu coverage workflows hooks clean
+.PHONY: demo test lint bench docs dist slow gpu coverage workflows hooks clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -61,6 +62,11 @@ bench: $(READY)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The wheel is made from the sdist, so that what the sdist lacks is noticed. Not isolated: .venv has setuptools.
+dist: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
 
 $(READY): pyproject.toml setup.py constraints.txt $(KERNEL)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tailopt
-from tailopt.algorithms import ALGORITHMS, NAMED, OTHERS, _by_spelling, _resolve, rule_names, spelling_key
+from tailopt.algorithms import ALGORITHMS, NAMED, OTHERS, _by_spelling, resolve_name, rule_names, spelling_key
 from tailopt.paper.best_settings import pairs
 from tailopt.rules.table import INNER, OUTER
 
@@ -168,7 +168,7 @@ def test_no_two_algorithms_have_the_same_letters() -> None:
     names = {f"{outer}-{inner}" for outer in OUTER for inner in INNER}
     assert len({spelling_key(name) for name in names}) == len(names)
     for name in names:
-        outer_inner = _resolve(name)
+        outer_inner = resolve_name(name)
         assert _by_spelling()[spelling_key(name)] == outer_inner, "hyphens say nothing that the letters do not"
 
 

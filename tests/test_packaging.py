@@ -131,9 +131,11 @@ def test_wheel_with_the_kernel(sdist, tmp_path):
         assert "RUNPATH" not in dynamic
         assert "python" not in dynamic
 
-    result = run(install(wheel, tmp_path), "-W", "always", STEPS, OMP_NUM_THREADS="1")
+    python = install(wheel, tmp_path)
+    result = run(python, "-W", "always", STEPS, OMP_NUM_THREADS="1")
     assert str(tmp_path) in result.stdout
     assert complaints(result) == []
+    assert "There is no C kernel" not in run(python, "-m", "tailopt", "doctor").stdout
 
 
 def test_wheel_without_a_compiler(sdist, tmp_path):
@@ -147,9 +149,11 @@ def test_wheel_without_a_compiler(sdist, tmp_path):
         assert b"Root-Is-Purelib: true" in archive.read(metadata)
     assert not [path for path in names(wheel) if "_cpu" in path]
 
-    result = run(install(wheel, tmp_path), "-W", "always", STEPS, OMP_NUM_THREADS="1")
+    python = install(wheel, tmp_path)
+    result = run(python, "-W", "always", STEPS, OMP_NUM_THREADS="1")
     assert str(tmp_path) in result.stdout
     assert len(complaints(result)) == 1, result.stderr
+    assert "There is no C kernel: it was not built" in run(python, "-m", "tailopt", "doctor").stdout
 
     # A library that an earlier build left behind does not stand in for the one that failed.
     (built,) = (tree / "build").glob("lib*")

@@ -27,7 +27,7 @@ def test_lines_come_at_once_then_every_few_seconds_and_at_the_end(
         for done, seconds in ((0, 0.0), (1, 1.0), (2, 5.5), (3, 0.1), (4, 0.1)):
             clock[0] += seconds
             bar.update(done, 4, f"cell {done}")
-    assert capsys.readouterr().err.splitlines() == ["0/4  cell 0", "2/4  cell 2", "4/4  cell 4"]
+    assert capsys.readouterr().err.splitlines() == ["0/4  cell 0", "2/4  cell 2, about 6 s left", "4/4  cell 4"]
 
 
 def test_rounds_say_loss_nodes_and_the_time_left(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ NAMES = [
     "biclip",
     "biclip_l2",
     "calibrate",
+    "connect",
     "count",
     "diagnose",
     "l2clip",

@@ -14,6 +14,7 @@ from tailopt.clipping.operators import biclip, biclip_l2, l2clip
 from tailopt.diagnose import diagnose
 from tailopt.diagnosis import Diagnosis
 from tailopt.distributed.nested_optimizer import NestedOptimizer
+from tailopt.distributed.rendezvous import connect
 from tailopt.engines.simulate import Result, simulate
 from tailopt.optimizers.biclip import BiClip
 from tailopt.optimizers.clipped import Clipped
@@ -48,6 +49,7 @@ __all__ = [
     "biclip",
     "biclip_l2",
     "calibrate",
+    "connect",
     "count",
     "diagnose",
     "l2clip",

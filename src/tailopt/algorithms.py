@@ -10,7 +10,6 @@ mappings from patterns of parameter names to either; or "auto", which `rounds.au
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer
 
+from tailopt.arguments import did_you_mean
 from tailopt.optimizers.auto_thresholds import is_auto
 from tailopt.rules.rule import Rule
 from tailopt.rules.table import INNER, OUTER
@@ -189,7 +189,7 @@ def algorithm(name: str, **settings: Any) -> Algorithm:
         >>> algorithm("avg-biclip", ilr=0.05, i_u="auto", i_d="auto").settings
         {'ilr': 0.05, 'i_u': 'auto', 'i_d': 'auto'}
     """
-    canonical, (outer, inner) = _resolve(name)
+    canonical, (outer, inner) = resolve_name(name)
     extras = dict(EXTRAS.get(canonical, {}))
     extras |= {key: settings.pop(key) for key in ("inner_state", "send_preconditioner") if key in settings}
     sides = {"outer": OUTER[outer], "inner": INNER[inner]}
@@ -216,7 +216,7 @@ def canonical_name(name: str) -> str:
         >>> canonical_name("RMS-TailClip")
         'rmsprop-biclip'
     """
-    return _resolve(name)[0]
+    return resolve_name(name)[0]
 
 
 def rule_names(name: str) -> tuple[str, str]:
@@ -226,7 +226,7 @@ def rule_names(name: str) -> tuple[str, str]:
         >>> rule_names("bi2clip"), rule_names("FedYogi")
         (('biclip', 'biclip'), ('yogi', 'sgd'))
     """
-    return _resolve(name)[1]
+    return resolve_name(name)[1]
 
 
 def rule_of(optimizer: str | type[Optimizer], side: str) -> Rule:
@@ -285,7 +285,7 @@ def spelling_key(name: str) -> str:
     return re.sub(r"clip(l2)?sgd$", r"clip\1", plain)
 
 
-def _resolve(name: str) -> tuple[str, tuple[str, str]]:
+def resolve_name(name: str) -> tuple[str, tuple[str, str]]:
     """Return the library's spelling of a name, and its two rules."""
     if not isinstance(name, str):
         raise TypeError(f"Invalid algorithm: {name!r}; need a name, such as 'adam-biclip'.")
@@ -305,9 +305,10 @@ def _resolve(name: str) -> tuple[str, tuple[str, str]]:
     algorithm = _by_spelling().get(spelling_key(name))
     if algorithm is not None:
         return algorithm
-    near = difflib.get_close_matches(plain, [*NAMED, *(f"{o}-{i}" for o in OUTER for i in INNER)], n=1)
+    pairs = [f"{outer}-{inner}" for outer in OUTER for inner in INNER]
+    near = did_you_mean(plain, [*NAMED, *(pair for pair in pairs if pair not in NAMED)])
     raise ValueError(
-        f"Unknown algorithm: {name!r}{f'; did you mean {near[0]!r}?' if near else '.'} "
+        f"Unknown algorithm: {name!r}{near} "
         f"The paper's: {', '.join(ALGORITHMS)}. Others: {', '.join(OTHERS)}, "
         f"and any of {', '.join(OUTER)} - any of {', '.join(INNER)}."
     )
@@ -316,7 +317,7 @@ def _resolve(name: str) -> tuple[str, tuple[str, str]]:
 @functools.cache
 def _by_spelling() -> dict[str, tuple[str, tuple[str, str]]]:
     """Return every algorithm by its spelling key; a name of the table wins over a pair of rules."""
-    pairs = {spelling_key(f"{outer}-{inner}"): _resolve(f"{outer}-{inner}") for outer in OUTER for inner in INNER}
+    pairs = {spelling_key(f"{outer}-{inner}"): resolve_name(f"{outer}-{inner}") for outer in OUTER for inner in INNER}
     named = {spelling_key(name): (name, pair) for name, pair in NAMED.items()}
     return {**pairs, **named, **{alias: (name, NAMED[name]) for alias, name in ALIASES.items()}}
 

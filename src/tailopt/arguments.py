@@ -5,6 +5,7 @@ Arguments with a meaning of their own are checked where they are used: participa
 
 from __future__ import annotations
 
+import difflib
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
@@ -61,6 +62,23 @@ def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
     """
     if value not in allowed:
         raise ValueError(f"Invalid {name}: {value!r}; need one of {', '.join(map(repr, allowed))}.")
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """Continue a message about an unknown name: suggest all equally close ones, as ilr and olr are to lr, or end it.
+
+    Examples:
+        >>> did_you_mean("roundz", ["rounds", "nodes"]), did_you_mean("LR", ["ilr", "olr"]), did_you_mean("x", ["df"])
+        ("; did you mean 'rounds'?", "; did you mean 'ilr' or 'olr'?", '.')
+    """
+    by_spelling: dict[str, list[str]] = {}
+    for candidate in known:
+        by_spelling.setdefault(candidate.lower(), []).append(candidate)
+    spelling = str(name).lower()
+    near = difflib.get_close_matches(spelling, by_spelling, n=5)
+    similarity = {candidate: difflib.SequenceMatcher(None, candidate, spelling).ratio() for candidate in near}
+    best = sorted(known for key in near if similarity[key] == similarity[near[0]] for known in by_spelling[key])
+    return f"; did you mean {' or '.join(map(repr, best))}?" if best else "."
 
 
 def check_flags(**flags: Any) -> None:

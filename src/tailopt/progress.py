@@ -29,6 +29,7 @@ class Progress:
         self._last_line = float("-inf")
         self._bar: Any = None
         self._notebook: _NotebookLine | None = None
+        self._began: tuple[float, int] | None = None  # the time of the first update, and how much was done then
 
     def __enter__(self: _P) -> _P:
         if self._shown and in_notebook():
@@ -47,8 +48,17 @@ class Progress:
             self._bar.stop()
 
     def update(self, done: int, total: int, text: str) -> None:
-        """Show that `done` of `total` are done; `text` names what is being done."""
-        self._show(done, total, text, line=f"{done}/{total}  {text}", last=done == total)
+        """Show that `done` of `total` are done and how long the rest will take; `text` names what is being done."""
+        now = time.monotonic()
+        start, first = self._began = self._began or (now, done)
+        seconds = (now - start) / (done - first) * (total - done) if done > first else 0.0
+        left = f", about {duration(seconds)} left" if seconds else ""
+        self._show(done, total, text, line=f"{done}/{total}  {text}{left}", last=done == total)
+
+    def say(self, text: str) -> None:
+        """Print a line of its own, such as what will be done."""
+        if self._shown:
+            print(text, file=sys.stderr, flush=True)
 
     def _show(self, done: int, total: int, text: str, *, line: str, title: str = "", last: bool = False) -> None:
         if not self._shown:
@@ -88,8 +98,20 @@ class RoundProgress(Progress):
         counted = {*row["participants"]} - {exclusion["node"] for exclusion in row["excluded"]}
         text = f"loss {row['loss']:.4g}, {len(counted)} nodes"
         seconds = (time.monotonic() - self._start) / (done - self._first) * (self._rounds - done)
-        line = f"{self._title}: round {done}/{self._rounds}, {text}, about {seconds:.0f} s left"
+        line = f"{self._title}: round {done}/{self._rounds}, {text}, about {duration(seconds)} left"
         self._show(done, self._rounds, text, line=line, title=self._title)
+
+
+def duration(seconds: float) -> str:
+    """A time in words.
+
+    Examples:
+        >>> duration(45.2), duration(600), duration(7200)
+        ('45 s', '10 min', '2.0 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def in_notebook() -> bool:

@@ -9,7 +9,6 @@ for any t in any order, so a resumed run and another engine read the same ones.
 
 from __future__ import annotations
 
-import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from tailopt.arguments import is_number, whole_number
+from tailopt.arguments import did_you_mean, is_number, whole_number
 
 Per: TypeAlias = Literal["round", "step"]
 Setting: TypeAlias = float | Tensor | Mapping[str, float | Tensor]
@@ -160,10 +159,9 @@ def check(schedules: object, known: Collection[str]) -> dict[str, Scheduled]:
         )
     for name, schedule in mapping.items():
         if name not in known:
-            near = difflib.get_close_matches(str(name), list(known), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(
-                f"Invalid schedules: {name!r} is no setting of this algorithm{hint} It has: {', '.join(sorted(known))}."
+                f"Invalid schedules: {name!r} is no setting of this algorithm{did_you_mean(name, known)} "
+                f"It has: {', '.join(sorted(known))}."
             )
         if isinstance(schedule, LRScheduler) or (isinstance(schedule, type) and issubclass(schedule, LRScheduler)):
             raise TypeError(f"Invalid schedule of {name}: a torch scheduler. Wrap it: from_torch(lambda opt: ...).")

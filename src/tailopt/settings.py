@@ -1,4 +1,4 @@
-"""Settings of an algorithm: their public names, their ranges, and one value for each parameter.
+"""Settings of an algorithm: their public names, their meanings, their ranges, and one value for each parameter.
 
 A side is "outer" or "inner". A key is a rule's own name for a hyperparameter (`lr`, `u`); its public name tells the
 sides apart (`ilr`, `o_u`).
@@ -38,6 +38,43 @@ PUBLIC_NAMES = {
 }
 # By side: options of a rule that users cannot set. The inner Adam is torch's, which always corrects its bias.
 FIXED_KEYS = {"inner": {"bias_correction"}, "outer": set[str]()}
+# Public name -> what values it takes, and what it means.
+MEANINGS: Mapping[str, tuple[str, str]] = {
+    "ilr": ("number", "learning rate of the local steps; with automatic thresholds the most that a step moves"),
+    "olr": ("number", "learning rate of the outer step; with automatic thresholds the most that a step moves"),
+    "ilr_adamw": ("number", "learning rate of the local steps where muon leaves a parameter to AdamW"),
+    "i_u": ("number, auto, or a table by parameter name", "upper threshold of the local steps; inf clips nothing"),
+    "i_d": (
+        "number, auto, or a table by parameter name",
+        "lower threshold of the local steps; at most i_u, 0 lifts nothing",
+    ),
+    "o_u": ("number or auto", "upper threshold of the outer step; inf clips nothing"),
+    "o_d": ("number or auto", "lower threshold of the outer step; at most o_u, 0 lifts nothing"),
+    "ieps": ("number", "added to the denominator of the local steps"),
+    "oeps": ("number", "added to the denominator of the outer step"),
+    "inner_betas": ("two numbers", "decays of the moments of the local steps"),
+    "outer_betas": ("two numbers", "decays of the moments of the outer step"),
+    "inner_momentum": ("number", "momentum of the local steps, 0 to below 1; biclip with 0 keeps no state"),
+    "momentum": ("number", "momentum of the outer step, 0 to below 1"),
+    "weight_decay": ("number", "decoupled weight decay of the local steps"),
+    "adamw_on": (
+        "pattern of parameter names, or several",
+        "what muon leaves to AdamW, besides all that is no matrix",
+    ),
+    "adjust_lr_fn": (
+        "word",
+        "how the learning rate of muon depends on the shape of a matrix: original or match_rms_adamw",
+    ),
+    "dead_zone": ("number or auto", "magnitudes up to it become 0 instead of d"),
+    "scope": ("word", "whose norm is clipped: global (all parameters), group or tensor"),
+    "scale": (
+        "word",
+        "of automatic thresholds, what a step is divided by: first (they shrink with the gradients) or follow",
+    ),
+    "bias_correction": ("true or false", "whether the outer Adam corrects the bias of its moments"),
+    "inner_state": ("word", "reset begins every round with a new inner optimizer, keep lets every node keep its own"),
+    "send_preconditioner": ("true, false or raw", "of adam2: nodes start from the outer second moment"),
+}
 
 
 def check_values(hparams: Mapping[str, Any], side: str) -> None:

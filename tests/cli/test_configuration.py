@@ -113,7 +113,7 @@ def test_the_papers_settings_come_first() -> None:
         (["--olr", "1"], r"unknown 'olr'.*needs i_d, i_u, ilr"),
         (["--algorithm", "avg-bicilp"], r"Unknown algorithm: 'avg-bicilp'; did you mean 'avg-biclip'"),
         (["--task", "syntokens"], r"Invalid task: unknown task 'syntokens'; did you mean 'syntoken'\?.*gaussian"),
-        (["--preset", "tiny"], r"Unknown preset: 'tiny'; syntoken has paper, small"),
+        (["--preset", "tiny"], r"Unknown preset: 'tiny'\. syntoken has paper, small"),
         (["--dimension", "twenty"], r"Invalid task\.dimension: got 'twenty'; need a whole number"),
         (["--dtype", "nn"], r"Invalid task\.dtype: got 'nn'; need a type of torch"),
         (["--settings", "QNLI"], r"Invalid settings: got 'QNLI'; need paper:DATASET"),

@@ -78,7 +78,7 @@ def test_the_figure(capsys: pytest.CaptureFixture[str]) -> None:
         ([*TASK, "--batches", "31"], "Invalid batches: got 31; need a whole number, 32 or more."),
         ([*TASK, "--coordinates", "0"], "Invalid coordinates: got 0; need a whole number from 1 to 1048576."),
         ([*TASK, "--figure", "noise.txt"], "Invalid figure: 'noise.txt' ends in 'txt'"),
-        ([*TASK, "--coordinate", "9"], "Unknown option: --coordinate"),
+        ([*TASK, "--coordinate", "9"], "Unknown option: --coordinate; did you mean 'coordinates'?"),
         (["missing.toml"], "there is no file 'missing.toml'"),
     ],
 )

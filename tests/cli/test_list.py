@@ -13,7 +13,10 @@ from tailopt.algorithms import NAMED
 from tailopt.cli import list as listing
 from tailopt.cli.list import MEANINGS
 from tailopt.cli.main import main
+from tailopt.cli.setting_help import algorithm_help, run_help, task_help
+from tailopt.cli.setting_names import algorithm_keys
 from tailopt.records.folder import Run
+from tailopt.settings import MEANINGS as SETTING_MEANINGS
 from tailopt.tasks.synthetic import NOISES
 from tailopt.tasks.table import TASKS
 
@@ -112,7 +115,15 @@ def test_one_unreadable_run_hides_no_other(
     assert problem in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "message"), [(["task"], "invalid choice: 'task'"), (["tasks", "x"], "list runs")])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["task"], "Unknown list: 'task'; did you mean 'tasks'? There are: tasks, algorithms"),
+        (["tasks", "glue/mrcp"], "unknown task 'glue/mrcp'; did you mean 'glue/mrpc'"),
+        (["algorithms", "bi2clp"], "did you mean 'bi2clip'"),
+        (["noises", "x"], "noises have no settings"),
+    ],
+)
 def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", *words]) == 2
     assert message in capsys.readouterr().err
@@ -130,3 +141,26 @@ def test_listed_settings_are_those_of_the_algorithm(name: str) -> None:
         tailopt.algorithm(name, **values, nothing=1)
     allowed = {word.strip(" .") for word in str(error.value).partition("It may have")[2].split(",")}
     assert allowed - {"inner_state", "send_preconditioner"} == {*may} - {"send_preconditioner"}
+
+
+def test_the_settings_of_a_task_with_type_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "tasks", "glue/mrpc"]) == 0
+    out = capsys.readouterr().out
+    assert "presets: paper, small; metric: accuracy, higher is better" in out
+    assert "\n  length      whole number, default 128: tokens of a sample at most\n" in out
+    assert main(["list", "algorithms", "Bi^2Clip"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("settings of bi2clip\n  ilr ") and "number, needed: learning rate of the local steps" in out
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_setting_of_every_task_is_explained(name: str) -> None:
+    assert [row.name for row in task_help(name) if not row.meaning] == []
+
+
+def test_every_setting_of_runs_and_algorithms_is_explained() -> None:
+    assert [row.name for row in run_help() if not row.meaning] == []
+    assert {row.name for row in algorithm_help()} == algorithm_keys() == {*SETTING_MEANINGS}
+    for name in NAMED:
+        needed = {row.name for row in algorithm_help(name) if row.default == "needed"}
+        assert needed == {*listing.settings(name)[0]}

@@ -64,10 +64,15 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rnu"], "tailopt: Argument COMMAND: invalid choice: 'rnu'"),
+        (["rnu"], "tailopt: Unknown command: 'rnu'; did you mean 'run'? There are: run, resume, compare"),
         (["compare"], "tailopt compare: The following arguments are required: FOLDER. See: tailopt compare --help"),
-        (["list", "--what"], "tailopt list: Unrecognized arguments: --what"),
-        (["run", "a", "b"], "tailopt run: Unrecognized arguments: b"),
+        (
+            ["compare", "a", "--figrue", "b"],
+            "tailopt compare: Unknown option: --figrue; did you mean '--figure'? tailopt compare has",
+        ),
+        (["study", "gleu"], "tailopt study: Unknown study: 'gleu'; did you mean 'glue'? There are: centralised"),
+        (["study", "glue", "--seed=2"], "tailopt study: Unknown option: --seed; did you mean '--seeds'?"),
+        (["run", "a", "b"], "tailopt run: Unexpected argument: 'b'. See: tailopt run --help"),
         (["resume", "a", "--rounds", "x"], "tailopt resume: Argument --rounds: invalid int value: 'x'"),
     ],
 )

@@ -88,3 +88,22 @@ def test_a_report_has_the_command_without_folders_of_this_machine(tmp_path: Path
     arguments.task, arguments.data, arguments.seeds = "MRPC", str(tmp_path), "2"
     options = study.options_of(study.STUDIES["glue"], arguments)
     assert options.command == f"tailopt study glue --task MRPC --data {tmp_path.name} --seeds 2 --quick"
+
+
+def test_ctrl_c_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stopped(Fake):
+        def run(self, out: Path, options: StudyOptions) -> Path:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(study, "STUDIES", {"failures": Stopped()})
+    words = ["study", "failures", "--out", str(tmp_path / "out")]
+    assert main(words) == 130
+    assert capsys.readouterr().err == "Stopped; nothing was written. The same command goes on from there.\n"
+    (tmp_path / "out").mkdir()
+    assert main(words) == 130
+    assert (
+        capsys.readouterr().err
+        == f"Stopped; {tmp_path}/out has what was finished. The same command goes on from there.\n"
+    )

@@ -162,7 +162,7 @@ def test_what_there_is_not() -> None:
         ValueError, match=r"'ted-en-de'; there is no such data set with settings of this algorithm\..*There are: stsb, "
     ):
         paper_settings("diloco", "ted-en-de")
-    with pytest.raises(ValueError, match=r"'adm2'; there is no such algorithm of the paper\. Did you mean 'adam2'\?"):
+    with pytest.raises(ValueError, match=r"'adm2'; there is no such algorithm of the paper; did you mean 'adam2'\?"):
         paper_settings("adm2", "rte")
 
 

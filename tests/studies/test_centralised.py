@@ -159,7 +159,7 @@ def test_the_claim_is_judged_by_end_and_by_speed(
 
 
 def test_options_that_make_no_sense(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Unknown task: 'glue'; need one of squad, cifar100"):
+    with pytest.raises(ValueError, match="Unknown task: 'glue'. Need one or both of squad, cifar100"):
         centralised.run(tmp_path, StudyOptions(task="glue"))
     with pytest.raises(ValueError, match="Invalid nodes: got 0"):
         centralised.run(tmp_path, StudyOptions(nodes=0))

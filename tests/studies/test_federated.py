@@ -37,5 +37,5 @@ def test_philosopher_by_work(works: str, tmp_path: Path) -> None:
 
 
 def test_another_task_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Unknown task: 'Homer'; need one of Shakespeare, Philosopher"):
+    with pytest.raises(ValueError, match="Unknown task: 'Homer'. Need one of Shakespeare, Philosopher"):
         federated.run(tmp_path / "out", StudyOptions(task="Homer", progress=False))

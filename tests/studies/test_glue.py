@@ -106,10 +106,10 @@ def test_the_paper_s_settings_can_be_asked_for(parts: dict[str, str], tmp_path: 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"task": "MRCP"}, "Unknown task: 'mrcp'"),
+        ({"task": "MRCP"}, "Unknown task: 'mrcp'; did you mean 'MRPC'\\?"),
         ({"task": "MRPC", "seeds": 0}, "Invalid seeds: got 0"),
         ({"task": "MRPC", "settings": "nowhere.json"}, "Invalid settings: got 'nowhere.json'"),
-        ({"task": "MRPC", "algorithms": "avg-sdg"}, "no such algorithm of the paper. Did you mean .avg-sgd."),
+        ({"task": "MRPC", "algorithms": "avg-sdg"}, "no such algorithm of the paper; did you mean .avg-sgd."),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(

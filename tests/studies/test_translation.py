@@ -67,7 +67,7 @@ def test_columns_find_their_files_or_a_stand_in(corpora: Path) -> None:
 def test_labels_are_taken_in_any_spelling() -> None:
     assert labels("") == list(CORPORA)
     assert labels("TED-en-fr") == ["TED (en-fr)"]
-    with pytest.raises(ValueError, match=r"Unknown task: 'wmt'; need some of TED \(en-de\)"):
+    with pytest.raises(ValueError, match=r"Unknown task: 'wmt'. Need some of TED \(en-de\)"):
         labels("wmt")
 
 

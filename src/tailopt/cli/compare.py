@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tailopt.algorithms import NAMED
-from tailopt.cli.config_file import sections_of_run_folder
+from tailopt.cli.compare_tables import Ended, by_run, check_table_file, over_seeds, write
+from tailopt.cli.config_file import CODE, sections_of_run_folder
 from tailopt.cli.overrides import Overrides
 from tailopt.cli.tables import format_cell, print_table
-from tailopt.figures.style import look, pyplot
+from tailopt.figures.style import colours, look, pyplot
 from tailopt.records.folder import ENVIRONMENT, Run, is_run
 from tailopt.records.identity import RUN
 from tailopt.records.run_config import CONFIG
@@ -24,7 +24,6 @@ EXAMPLE = """\
   tailopt run --task syntoken --algorithm avg-biclip --ilr 0.5 --i_u 0.1 --i_d 0.01 --rounds 20 --out runs/biclip
   tailopt run --task syntoken --algorithm avg-sgd --ilr 0.01 --rounds 20 --out runs/sgd
   tailopt compare runs/biclip runs/sgd --figure runs/compare.png"""
-MARKS = "osD^v<>pP*XhH8d"
 # What reading a damaged run folder can raise.
 READ_ERRORS = (ValueError, TypeError, KeyError, OSError, RuntimeError)
 Source = TypeVar("Source", bound=Hashable)
@@ -47,6 +46,12 @@ class RunCurve:
         finite = [(value, t) for value, t in zip(self.values, self.rounds, strict=True) if math.isfinite(value)]
         return min(finite, key=lambda pair: pair[0] if lower else -pair[0], default=None)
 
+    def ended(self, lower: bool) -> Ended:
+        """How the run ended."""
+        value, at = self.best(lower) or (None, None)
+        rounds, final = (self.rounds[-1], self.values[-1]) if self.rounds else (0, None)
+        return Ended(self.name, self.algorithm, rounds, final, value, at, self.settings)
+
 
 def add(commands: Any) -> None:
     """Declare the command."""
@@ -54,19 +59,24 @@ def add(commands: Any) -> None:
         "compare",
         help="a table of several runs, and a figure of their metric by round",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="tailopt compare FOLDER [FOLDER ...] [--metric NAME] [--figure FILE.png]",
-        description="Print the final and the best value of each run and the settings in which the runs differ;\n"
-        "--figure draws the metric by round. A folder of run folders means all runs in it.",
+        usage="tailopt compare FOLDER [FOLDER ...] [--metric NAME] [--figure FILE.png] [--table FILE.csv]",
+        description="Print the final and the best value of each run, their mean and spread over seeds, and the\n"
+        "settings in which the runs differ. --figure draws the metric by round. A folder of runs means all in it.",
         epilog=f"example:\n{EXAMPLE}",
     )
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="run folders, or folders that contain run folders")
     parser.add_argument("--metric", metavar="NAME", help="by default the main metric of the first run's task")
     parser.add_argument("--figure", metavar="FILE.png", help="draw the metric by round (png, pdf or svg)")
+    parser.add_argument(
+        "--table", metavar="FILE.csv", help="write the table, with the settings that differ (csv or html)"
+    )
     parser.set_defaults(command=command, options=None)
 
 
 def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     """Print the tables and draw the figure."""
+    if arguments.table is not None:
+        check_table_file(arguments.table)
     paths = [path for folder in arguments.folders for path in find_runs(folder)]
     if not paths:
         raise FileNotFoundError(
@@ -81,14 +91,13 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     unreadable |= {run.path: error for run, error in failed.items()}
     if not curves:
         raise next(iter(failed.values()))
-    rows = []
-    for curve in curves:
-        best = curve.best(lower)
-        final = [curve.rounds[-1], curve.values[-1]] if curve.rounds else [0, None]
-        rows.append([curve.name, curve.algorithm, *final, *(best or (None, None))])
-    header = ["run", "algorithm", "rounds", f"final {metric}", f"best {metric}", "in round"]
-    print_table(f"{metric}, {'lower' if lower else 'higher'} is better", header, rows)
-    differing = differences(curves)
+    ends, differing = [curve.ended(lower) for curve in curves], differences(curves)
+    runs_table = by_run(ends, metric)
+    print_table(f"{metric}, {'lower' if lower else 'higher'} is better", runs_table.header, runs_table.rows)
+    seeds_table = over_seeds(ends, metric, differing)
+    if seeds_table is not None:
+        print()
+        print_table(seeds_table.title, seeds_table.header, seeds_table.rows)
     if differing:
         print()
         print_table(
@@ -100,11 +109,15 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     if len({curve.task for curve in curves}) > 1:
         print("\nThese runs are of different tasks: their metrics cannot be compared.")
     print()
-    if arguments.figure is None:
-        print(f"wrote nothing; --figure FILE.png draws {metric} by round")
-    else:
+    if arguments.table is not None:
+        tables = [by_run(ends, metric, differing), *([] if seeds_table is None else [seeds_table])]
+        write(Path(arguments.table), tables)
+        print(f"wrote {arguments.table}: the table, with the settings that differ")
+    if arguments.figure is not None:
         draw(Path(arguments.figure), curves, metric)
         print(f"wrote {arguments.figure}: {metric} by round")
+    if arguments.figure is None and arguments.table is None:
+        print(f"wrote nothing; --figure FILE.png draws {metric} by round, --table FILE.csv or FILE.html has the table")
     return 0
 
 
@@ -153,12 +166,16 @@ def first_sentence(error: Exception) -> str:
 
 
 def primary_metric(run: Run) -> tuple[str, bool]:
-    """The main metric of a run's task and whether lower is better; the loss for a run without a task."""
-    name = run.config.get("task", {}).get("name")
+    """The main metric of a run's task and whether lower is better; the loss for a run without a task.
+
+    A task of one's own is not loaded for it: its code may have changed, or may be somebody else's.
+    """
+    of_task = run.config.get("task", {})
+    name, source = of_task.get("name"), of_task.get(CODE, {})
     if name in TASKS:
         defaults = task(name).defaults
         return defaults.metric, defaults.lower_is_better
-    return "loss", True
+    return source.get("metric", "loss"), source.get("lower_is_better", True)
 
 
 def lower_is_better(run: Run, metric: str) -> bool:
@@ -185,7 +202,8 @@ def read_curve(run: Run, metric: str) -> RunCurve:
     tables = sections_of_run_folder(run.config)
     settings = {**tables["task"], **tables["run"], **tables["algorithm"]}
     settings |= {f"schedules.{key}": entry for key, entry in tables["schedules"].items()}
-    settings.pop("name", None)
+    for name in ("name", CODE):
+        settings.pop(name, None)
     settings.pop("rounds", None)  # the first table has the number of finished rounds
     return RunCurve(
         str(run.path),
@@ -226,13 +244,12 @@ def draw(file: Path, curves: Sequence[RunCurve], metric: str) -> None:
 
 
 def line_styles(curves: Sequence[RunCurve]) -> list[dict[str, Any]]:
-    """How each run is drawn: an algorithm looks the same in every figure; its further runs get markers."""
-    drawn: Counter[str] = Counter()
-    styles = []
-    for curve in curves:
-        style = look(curve.algorithm) if curve.algorithm in NAMED else {"color": "#000000", "linestyle": "-"}
-        if before := drawn[curve.algorithm]:
-            style |= {"marker": MARKS[(before - 1) % len(MARKS)], "markevery": 0.1, "markersize": 4}
-        drawn[curve.algorithm] += 1
-        styles.append({**style, "label": f"{curve.name} ({curve.algorithm})"})
-    return styles
+    """How each run is drawn: in a colour of its own, with the dashes of its algorithm's outer rule."""
+    return [
+        {
+            "color": colour,
+            "linestyle": look(curve.algorithm)["linestyle"] if curve.algorithm in NAMED else "-",
+            "label": f"{curve.name} ({curve.algorithm})",
+        }
+        for curve, colour in zip(curves, colours(len(curves)), strict=True)
+    ]

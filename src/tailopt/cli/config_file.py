@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tailopt.cli.setting_names import SECTIONS, check_section_key, nearest
+from tailopt.arguments import did_you_mean
+from tailopt.cli.setting_names import SECTIONS, check_section_key
 from tailopt.cli.setting_values import parse_toml
+from tailopt.tasks.own import located
+from tailopt.tasks.table import is_own
 
+CODE = "code"  # in [task] of a run folder: which code the task of a file or package was
 Tables = dict[str, dict[str, Any]]  # section -> its settings; every section is present
 
 
@@ -18,9 +22,12 @@ def read(path: str | Path) -> Tables:
     if not path.is_file():
         raise FileNotFoundError(f"Invalid configuration: there is no file {str(path)!r}. Give the path of a TOML file.")
     try:
-        return sections(parse_toml(path.read_text(encoding="utf-8")))
+        tables = sections(parse_toml(path.read_text(encoding="utf-8")))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    if is_own(name := str(tables["task"].get("name", ""))) and CODE not in tables["task"]:
+        tables["task"]["name"] = located(name, path.parent)  # a path in a file is relative to that file
+    return tables
 
 
 def sections(document: Mapping[str, Any]) -> Tables:
@@ -34,14 +41,21 @@ def sections(document: Mapping[str, Any]) -> Tables:
     tables = sections_of_run_folder(document) if isinstance(document.get("algorithm"), str) else dict(document)
     method = tables.get("algorithm")
     algorithm = method.get("name") if isinstance(method, Mapping) else None
+    if isinstance(tables.get("task"), Mapping) and is_own(str(tables["task"].get("name", ""))):
+        # Its settings are checked when it is known whether its file may be run: see own_task.py.
+        flat = isinstance(document.get("algorithm"), str)
+        tables["task"] = {**({CODE: {}} if flat else {}), **tables["task"]}
     for section, table in tables.items():
         if section not in SECTIONS:
-            raise ValueError(f"Unknown section: {section!r}{nearest(section, SECTIONS)} Known: {', '.join(SECTIONS)}.")
+            raise ValueError(
+                f"Unknown section: {section!r}{did_you_mean(section, SECTIONS)} Known: {', '.join(SECTIONS)}."
+            )
         if not isinstance(table, Mapping):
             raise ValueError(
                 f"Invalid {section}: got {table!r}; need a table. Write [{section}] and its settings below."
             )
-        for key in table:
+        unchecked = section == "task" and is_own(str(table.get("name", "")))
+        for key in () if unchecked else table:
             check_section_key(section, key, algorithm)
     return {section: dict(tables.get(section, {})) for section in SECTIONS}
 

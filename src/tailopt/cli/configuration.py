@@ -20,14 +20,15 @@ from typing import Any
 import torch
 
 from tailopt.algorithms import Algorithm, algorithm
-from tailopt.cli.config_file import Tables
+from tailopt.cli.config_file import CODE, Tables
+from tailopt.cli.own_task import recorded_code
 from tailopt.cli.run_settings import RunSettings
 from tailopt.cli.schedule_syntax import parse_schedule
-from tailopt.cli.setting_names import check_key, nearest, task_settings
+from tailopt.cli.setting_names import check_key, task_settings, task_values
 from tailopt.cli.setting_values import check_algorithm_value, check_type, dtype_as_name, dtype_from_name
 from tailopt.paper import paper_settings
 from tailopt.schedules import Power, Scheduled
-from tailopt.tasks.table import TASKS, task
+from tailopt.tasks.table import presets_of, task
 from tailopt.tasks.task import Task
 from tailopt.theory import theory
 
@@ -109,27 +110,27 @@ def resolve_task_and_run(tables: Tables) -> tuple[dict[str, Any], RunSettings]:
 
 def _resolve_task(table: Mapping[str, Any]) -> dict[str, Any]:
     name = str(table.get("name", ""))
-    if name not in TASKS:
-        problem = f"unknown task {name!r}" if name else "no task is named"
-        near = nearest(name, TASKS)
-        raise ValueError(f"Invalid task: {problem}{near} Give one of {', '.join(TASKS)}: --task {next(iter(TASKS))}.")
+    first, *_ = presets_of(name)
     defaults = task_settings(name)
     for key in table:
         if key not in ("name", "preset"):
             check_key(f"task {name}", key, defaults)
     settings = {key: check_type(f"task.{key}", table[key], type(defaults[key])) for key in table if key in defaults}
-    preset = check_type("task.preset", table.get("preset", "paper"), str)
-    instance = _build_task({"name": name, "preset": preset, **settings})
-    return {"name": name, "preset": preset, **{key: dtype_as_name(getattr(instance, key)) for key in defaults}}
+    preset = check_type("task.preset", table.get("preset", first), str)
+    given = {"name": name, "preset": preset, **settings}
+    instance = _build_task(given)
+    usual = {**defaults, **presets_of(name)[preset], **given}  # a class of one's own need not keep its settings
+    values = {key: dtype_as_name(getattr(instance, key, usual[key])) for key in defaults}
+    return {"name": name, "preset": preset, **values, **recorded_code(name)}
 
 
 def _build_task(table: Mapping[str, Any]) -> Task:
     """Create the task of a table; settings that are a torch.dtype are names there."""
     name = table["name"]
-    example = task(name)
-    settings = {key: value for key, value in table.items() if key not in ("name", "preset")}
+    settings = {key: value for key, value in table.items() if key not in ("name", "preset", CODE)}
+    usual = task_values(name)
     for key, value in settings.items():
-        if isinstance(getattr(example, key), torch.dtype):
+        if isinstance(usual[key], torch.dtype):
             settings[key] = dtype_from_name(key, value)
     return task(name, table["preset"], **settings)
 

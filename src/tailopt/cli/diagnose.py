@@ -60,7 +60,7 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     """Diagnose, and print the table and the advice."""
     folder = Path(arguments.file) if arguments.file is not None and is_run(arguments.file) else None
     file = folder / CONFIG if folder is not None else arguments.file
-    tables = apply_overrides(read(file) if file is not None else sections({}), overrides)
+    tables = apply_overrides(read(file) if file is not None else sections({}), overrides, OPTIONS)
     task_table, run = resolve_task_and_run(tables)
     options = {name: parse_value(text) for name in ("batches", "coordinates") if (text := getattr(arguments, name))}
     count = whole_number("batches", options.get("batches", DEFAULT_BATCHES), low=FEWEST_BATCHES)

@@ -7,16 +7,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tailopt.algorithms import NAMED, REQUIRED
+from tailopt.algorithms import NAMED, REQUIRED, canonical_name
+from tailopt.arguments import did_you_mean
 from tailopt.cli.compare import find_runs, primary_metric, print_unreadable, read_curve, read_each
 from tailopt.cli.overrides import Overrides
+from tailopt.cli.setting_help import algorithm_help, class_of, help_text, task_help
 from tailopt.cli.setting_names import task_settings
 from tailopt.cli.tables import format_cell, print_table
 from tailopt.records.folder import Run
 from tailopt.rules.table import INNER, OUTER
 from tailopt.settings import FIXED_KEYS, PUBLIC_NAMES
+from tailopt.tasks.own import installed
 from tailopt.tasks.synthetic import NOISES
-from tailopt.tasks.table import PRESETS, TASKS, task
+from tailopt.tasks.table import PRESETS, TASKS, presets_of, task
+from tailopt.tasks.task import Defaults
 
 EXAMPLE = """\
   tailopt list
@@ -35,24 +39,40 @@ def add(commands: Any) -> None:
         "list",
         help="tasks, algorithms with their settings, noises; the runs in a folder",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="tailopt list [tasks | algorithms | noises | runs [FOLDER]]",
-        description="List what can be run, with its settings, or what has been run.",
+        usage="tailopt list [tasks [NAME] | algorithms [NAME] | noises | runs [FOLDER]]",
+        description="List what can be run, what one task or algorithm can be given, or what has been run.",
         epilog=f"example:\n{EXAMPLE}",
     )
-    parser.add_argument("what", nargs="?", choices=[*LISTS, "runs"], help="by default all except runs")
-    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="a folder of run folders; by default runs")
+    parser.add_argument(
+        "what", nargs="?", metavar="WHAT", help="tasks, algorithms, noises or runs; by default all except runs"
+    )
+    parser.add_argument(
+        "which",
+        nargs="?",
+        metavar="NAME|FOLDER",
+        help="a task, also of your own, or an algorithm, for the meaning of its settings; of runs the folder",
+    )
     parser.set_defaults(command=command, options=None)
 
 
 def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     """Print the lists that the arguments name."""
-    if arguments.folder is not None and arguments.what != "runs":
-        raise ValueError(f"Invalid folder: {arguments.folder!r} belongs to `tailopt list runs FOLDER`. Leave it out.")
-    if arguments.what == "runs":
-        return runs(Path(arguments.folder or "runs"))
+    known = (*LISTS, "runs")
+    if arguments.what not in (None, *known):
+        near = did_you_mean(arguments.what, known)
+        raise ValueError(f"Unknown list: {arguments.what!r}{near} There are: {', '.join(known)}.")
+    what, which = arguments.what, arguments.which
+    if what == "runs":
+        return runs(Path(which or "runs"))
+    if which is not None:
+        if what not in SETTINGS:
+            raise ValueError(f"Invalid name: {which!r}; {what} have no settings. Leave it out.")
+        SETTINGS[what](which)
+        print("\nwrote nothing; `tailopt run --help` has the other settings")
+        return 0
     for number, (name, print_list) in enumerate(LISTS.items()):
-        if arguments.what in (None, name):
-            if number and arguments.what is None:
+        if what in (None, name):
+            if number and what is None:
                 print()
             print_list()
     print("\nwrote nothing; `tailopt run --help` explains how to use them")
@@ -65,11 +85,22 @@ def tasks() -> None:
     for name in TASKS:
         defaults = task(name).defaults
         listed = ", ".join(f"{key} = {format_cell(value)}" for key, value in task_settings(name).items())
-        length = f"{defaults.rounds} rounds of " + (
-            f"{defaults.local_steps} steps" if defaults.local_steps is not None else f"{defaults.local_epochs} epochs"
-        )
-        rows.append([name, ", ".join(PRESETS[name]), defaults.metric, f"{defaults.nodes} nodes, {length}", listed])
+        usual = f"{defaults.nodes} nodes, {_length(defaults)}"
+        rows.append([name, ", ".join(PRESETS[name]), defaults.metric, usual, listed])
     print_table("tasks", ["name", "presets", "metric", "by default", "settings"], rows)
+    others = {name: place for name, place in installed().items() if name not in TASKS}
+    for name, place in others.items():  # not loaded: `tailopt list tasks NAME` does that
+        print(f"{name}  of an installed package: {place}")
+
+
+def _length(defaults: Defaults) -> str:
+    return f"{defaults.rounds} rounds of " + (
+        f"{defaults.local_steps} steps" if defaults.local_steps is not None else f"{defaults.local_epochs} epochs"
+    )
+
+
+def _direction(lower: bool) -> str:
+    return "lower" if lower else "higher"
 
 
 def algorithms() -> None:
@@ -127,4 +158,20 @@ def _run_row(path: Path) -> list[Any]:
     return [curve.name, curve.task, curve.algorithm, len(run.history()), run.config.get("rounds"), metric, final]
 
 
+def task_settings_of(name: str) -> None:
+    """Print what can be set about one task, and how it is run by default."""
+    known, defaults = presets_of(name), task(name).defaults
+    print(f"{name}: {(class_of(name).__doc__ or '').strip().splitlines()[0]}")
+    print(f"presets: {', '.join(known)}; metric: {defaults.metric}, {_direction(defaults.lower_is_better)} is better")
+    print(f"by default: {defaults.nodes} nodes, {_length(defaults)}, batches of {defaults.batch_size}\n")
+    print(f"settings, with those of the preset {next(iter(known))}")
+    print(help_text(task_help(name)))
+
+
+def algorithm_settings_of(name: str) -> None:
+    """Print what one algorithm needs and may be given."""
+    print(f"settings of {canonical_name(name)}\n{help_text(algorithm_help(name))}")
+
+
+SETTINGS: Mapping[str, Callable[[str], None]] = {"tasks": task_settings_of, "algorithms": algorithm_settings_of}
 LISTS: Mapping[str, Callable[[], None]] = {"tasks": tasks, "algorithms": algorithms, "noises": noises}

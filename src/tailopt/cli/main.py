@@ -15,7 +15,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from tailopt.cli import compare, diagnose, list, report, resume, run, study, sweep, train, verify
+from tailopt.arguments import did_you_mean
+from tailopt.cli import compare, completion, diagnose, doctor, list, report, resume, run, study, sweep, train, verify
+from tailopt.cli.completion import options_of
 from tailopt.cli.overrides import Overrides, split_arguments
 from tailopt.cli.run_settings import RunSettings
 
@@ -30,6 +32,8 @@ COMMANDS = {
     "sweep": sweep,
     "train": train,
     "verify": verify,
+    "doctor": doctor,
+    "completion": completion,
 }
 # Commands that take settings of tasks and algorithms, with the options of their own.
 OWN_OPTIONS = {"run": run.OPTIONS, "diagnose": diagnose.OPTIONS, "sweep": sweep.OPTIONS, "train": train.OPTIONS}
@@ -104,18 +108,37 @@ def in_shell(message: str) -> str:
 def _run_command(arguments: Sequence[str]) -> int:
     parser = _parser()
     overrides: Overrides = []
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        raise ValueError(f"Unknown command: {arguments[0]!r}{did_you_mean(arguments[0], COMMANDS)} There are: {known}.")
     if arguments and arguments[0] in OWN_OPTIONS:
         name, *rest = arguments
         # argparse cannot declare settings: which ones exist depends on the task and the algorithm.
         own_arguments, overrides = split_arguments(rest, OWN_OPTIONS[name])
         arguments = [name, *own_arguments]
-    parsed = parser.parse_args(arguments)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        raise ValueError(_unknown_argument(arguments[0], unknown[0], parser))
     if not hasattr(parsed, "command"):
         parser.print_help()
         return 0
     code: int = parsed.command(parsed, overrides)
     sys.stdout.flush()  # raises BrokenPipeError here, and not when the interpreter exits
     return code
+
+
+def _unknown_argument(command: str, argument: str, parser: Parser) -> str:
+    name = argument.partition("=")[0]
+    if command not in COMMANDS or not name.startswith("-"):
+        return f"Unexpected argument: {argument!r}. See: tailopt {command} --help"
+    known = options_of(commands_of(parser)[command])
+    return f"Unknown option: {name}{did_you_mean(name, known)} tailopt {command} has {', '.join(known)}."
+
+
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of the commands, by name."""
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(commands.choices)
 
 
 def _parser() -> Parser:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tailopt.cli.config_file import Tables
+from tailopt.cli.own_task import chosen_task
 from tailopt.cli.run_settings import is_switch
 from tailopt.cli.setting_names import SECTIONS, SHORT, locate
 from tailopt.cli.setting_values import parse_value
@@ -43,8 +44,10 @@ def split_arguments(arguments: Sequence[str], options: Mapping[str, bool]) -> tu
     return own_arguments, overrides
 
 
-def apply_overrides(tables: Tables, overrides: Overrides) -> Tables:
+def apply_overrides(tables: Tables, overrides: Overrides, options: Collection[str] = ()) -> Tables:
     """Lay the settings of the command line over the tables of a file; returns new tables.
+
+    options: of the command itself, so that they are suggested too where a name is unknown.
 
     Examples:
         >>> empty = {"task": {}, "algorithm": {}, "run": {}, "schedules": {}}
@@ -52,9 +55,12 @@ def apply_overrides(tables: Tables, overrides: Overrides) -> Tables:
         {'task': {'noise': 'none'}, 'algorithm': {'i_u': 0.001}, 'run': {}, 'schedules': {'ilr': {'power': -0.5}}}
     """
     tables = {section: dict(tables.get(section, {})) for section in SECTIONS}
-    algorithm = _named_algorithm(tables, overrides)
+    algorithm = _last(overrides, "algorithm.name") or tables["algorithm"].get("name")
+    tables["task"] = chosen_task(tables["task"], _last(overrides, "task.name"))
     for option, text in overrides:
-        section, *keys = locate(option, algorithm)
+        section, *keys = locate(option, algorithm, tables["task"].get("name"), options)
+        if [section, *keys] == ["task", "name"] and text is not None:
+            continue  # done above: the settings of a task of one's own are known only with it
         table = _table_of(tables[section], keys)
         if text is None:
             if section != "run" or not is_switch(keys[0]):
@@ -68,10 +74,10 @@ def apply_overrides(tables: Tables, overrides: Overrides) -> Tables:
     return tables
 
 
-def _named_algorithm(tables: Tables, overrides: Overrides) -> Any:
-    """The algorithm that the command line names last, else the one in the tables."""
-    names = [text for option, text in overrides if SHORT.get(option, option) == "algorithm.name"]
-    return names[-1] if names else tables["algorithm"].get("name")
+def _last(overrides: Overrides, setting: str) -> str | None:
+    """The last text that the command line has for a setting, such as "task.name"."""
+    texts = [text for option, text in overrides if SHORT.get(option, option) == setting]
+    return texts[-1] if texts else None
 
 
 def _table_of(table: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:

@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tailopt.cli.config_file import sections
+from tailopt.cli.config_file import CODE, sections
 from tailopt.cli.configuration import resolve
-from tailopt.cli.overrides import Overrides
+from tailopt.cli.overrides import Overrides, apply_overrides
 from tailopt.cli.run import add_log_option, simulate_into
 from tailopt.loggers.named import named_loggers
+from tailopt.records import disk
 from tailopt.records.folder import Run, accept_config, is_run
-from tailopt.records.run_config import CONFIG, describe_difference, parse_config
+from tailopt.records.run_config import CONFIG, describe_difference, parse_config, to_toml
 
 EXAMPLE = """\
   tailopt run --task syntoken --algorithm avg-biclip --ilr 0.5 --i_u 0.1 --i_d 0.01 --rounds 10 --out runs/first
@@ -27,7 +28,7 @@ def add(commands: Any) -> None:
         "resume",
         help="continue a run from its last checkpoint",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="tailopt resume FOLDER [--rounds N] [--accept-config] [--log NAMES] [--quiet]",
+        usage="tailopt resume FOLDER [--rounds N] [--accept-config] [--task FILE.py:CLASS] [--log NAMES] [--quiet]",
         description="Continue a run from its last checkpoint with the configuration in its folder. The history\n"
         "equals that of an uninterrupted run bit for bit, also after Ctrl-C or a kill.",
         epilog=f"example:\n{EXAMPLE}",
@@ -40,6 +41,11 @@ def add(commands: Any) -> None:
         "--accept-config",
         action="store_true",
         help="continue with a config.toml that was edited by hand; without this option an edited file is an error",
+    )
+    parser.add_argument(
+        "--task",
+        metavar="FILE.py:CLASS",
+        help="go on with a task of your own whose file has changed or moved; its code is run",
     )
     add_log_option(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress")
@@ -55,7 +61,10 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
         raise ValueError(
             f"{run.path} names no task: it was run from Python. Continue it there: simulate(..., run=..., resume=True)."
         )
-    configuration = resolve(sections(run.config))
+    if arguments.task is not None:
+        _accept_code(run, arguments.task)
+        run = Run.open(arguments.folder)
+    configuration = resolve(apply_overrides(sections(run.config), _naming(arguments.task)))
     done = len(run.history())
     rounds = arguments.rounds if arguments.rounds is not None else configuration.run.rounds
     assert rounds is not None  # `resolve` sets it
@@ -67,11 +76,31 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     return simulate_into(run.path, extended, named_loggers(arguments.log), resume=True, quiet=arguments.quiet)
 
 
+def _accept_code(run: Run, named: str) -> None:
+    """Record that the run goes on with the code of a task as it is now; all else about the task must be as it was."""
+    before = run.config["task"]
+    if CODE not in before:
+        raise ValueError(
+            f"Invalid task: {run.path} is a run of {before.get('name')!r}; --task serves only to go on with a task of "
+            "your own whose file has changed or moved. Leave it out."
+        )
+    configuration = resolve(apply_overrides(sections(run.config), _naming(named)))
+    edited = {**run.config, "task": {**before, **{key: configuration.task[key] for key in ("name", CODE)}}}
+    if edited != run.config:
+        disk.replace(run.path / CONFIG, to_toml(edited).encode())
+        _accept(run.path)
+
+
+def _naming(task: str | None) -> list[tuple[str, str | None]]:
+    """What --task says, as an override."""
+    return [] if task is None else [("task", task)]
+
+
 def _accept(folder: Path) -> None:
     """Accept an edited config.toml. It must be a valid configuration, unless the run was started from Python."""
     if is_run(folder):
         edited = parse_config(folder / CONFIG, (folder / CONFIG).read_text(encoding="utf-8"))
-        if "task" in edited:
+        if "task" in edited and CODE not in edited["task"]:  # the code of one's own task is not run for that
             resolve(sections(edited))
     difference = accept_config(folder)
     if difference is not None:

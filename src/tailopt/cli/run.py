@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import shlex
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from tailopt.cli.config_file import read, sections
 from tailopt.cli.configuration import Configuration, resolve
 from tailopt.cli.overrides import Overrides, apply_overrides
 from tailopt.cli.schedule_syntax import SCHEDULES
-from tailopt.cli.setting_names import SECTIONS, section_keys
+from tailopt.cli.setting_help import algorithm_help, help_text, run_help
+from tailopt.cli.setting_names import section_keys
 from tailopt.cli.tables import format_cell
+from tailopt.cli.threads import threads_for
 from tailopt.engines.replay import DIGESTS
 from tailopt.engines.simulate import simulate
 from tailopt.loggers.named import named_loggers
@@ -43,11 +46,12 @@ def add(commands: Any) -> None:
         usage="tailopt run [FILE.toml] [--SETTING VALUE ...] [--out FOLDER] [--quiet]",
         description="Train a task's model on simulated nodes with an algorithm, and write configuration, history and\n"
         "checkpoints into a run folder. Settings come from a TOML file, then from the command line.",
-        epilog=f"settings, in a file under [section], here as --SETTING VALUE or --SECTION.SETTING VALUE:\n"
+        epilog=f"settings, in a file under [section], here as --SETTING VALUE or --SECTION.SETTING VALUE:\n\n"
         f"{_settings_help()}\n\nschedules: --schedules.ilr.power -0.5 (or {', '.join(list(SCHEDULES)[1:])}); "
         "in a file ilr = {power = -0.5};\n--theory 1.5 uses the schedules of the algorithm's theorem. "
         "--settings paper:QNLI starts from the paper's best settings.\n"
-        f"`tailopt list` shows which settings a task and an algorithm have.\n\nexample:\n{EXAMPLE}",
+        f"`tailopt list tasks glue/mrpc` shows the settings of a task,\n"
+        f"`tailopt list algorithms bi2clip` which ones an algorithm needs.\n\nexample:\n{EXAMPLE}",
     )
     parser.add_argument(
         "file", nargs="?", metavar="FILE.toml", help="a configuration, or the config.toml of a run folder"
@@ -67,7 +71,7 @@ def add_log_option(parser: argparse.ArgumentParser) -> None:
 def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     """Resolve the configuration and run it."""
     tables = read(arguments.file) if arguments.file is not None else sections({})
-    configuration = resolve(apply_overrides(tables, overrides))
+    configuration = resolve(apply_overrides(tables, overrides, OPTIONS))
     loggers = named_loggers(arguments.log)
     folder = _choose_folder(arguments.out, configuration)
     return simulate_into(folder, configuration, loggers, resume=False, quiet=arguments.quiet)
@@ -84,20 +88,23 @@ def simulate_into(
         # nodes = 0 means one node per source of the data; the run folder records the number.
         run = dataclasses.replace(configuration.run, nodes=len(data))
         configuration = dataclasses.replace(configuration, run=run)
-        simulate(
-            task.model(seed),
-            configuration.build_algorithm(),
-            loss=task.loss,
-            data=data,
-            evaluate=lambda model: task.evaluate(model, seed),
-            schedules=configuration.build_schedules() or None,
-            run=folder,
-            resume=resume,
-            loggers=loggers,
-            progress=not quiet,
-            describe=configuration.record(),
-            **_simulate_arguments(configuration),
-        )
+        model = task.model(seed)
+        recorded = Run.open(folder).environment.get("threads") if resume else None
+        with threads_for(model, quiet, recorded):
+            simulate(
+                model,
+                configuration.build_algorithm(),
+                loss=task.loss,
+                data=data,
+                evaluate=lambda model: task.evaluate(model, seed),
+                schedules=configuration.build_schedules() or None,
+                run=folder,
+                resume=resume,
+                loggers=loggers,
+                progress=not quiet,
+                describe=configuration.record(),
+                **_simulate_arguments(configuration),
+            )
     except FileExistsError:
         raise FileExistsError(f"Invalid out: {folder} holds other things than a run. Give another --out.") from None
     except KeyboardInterrupt:
@@ -123,7 +130,8 @@ def _choose_folder(out: str | None, configuration: Configuration) -> Path:
                 f"Continue it with `tailopt resume {shlex.quote(out)}`, or give another --out."
             )
         return folder
-    stem = f"{configuration.task['name']}-{configuration.algorithm['name']}".replace("/", "-")
+    task = configuration.task["name"].rpartition(":")[2]  # of my_task.py:MyTask the class
+    stem = f"{task}-{configuration.algorithm['name']}".replace("/", "-")
     names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
     return next(folder for folder in (Path("runs") / name for name in names) if not folder.exists())
 
@@ -159,14 +167,12 @@ def files_written(folder: Path) -> str:
 
 
 def _settings_help() -> str:
-    """The settings by section, for the help text."""
-    lines = []
-    for section in SECTIONS[:-1]:
-        line = f"  [{section}]".ljust(14)
-        for name in sorted(section_keys(section)):
-            if len(line) + len(name) > 108:
-                lines.append(line.rstrip())
-                line = " " * 14
-            line += f"{name} "
-        lines.append(line.rstrip())
-    return "\n".join(lines)
+    """The settings by section, for the help text; those of a task depend on the task, so here are only their names."""
+    names = textwrap.fill(
+        " ".join(sorted(section_keys("task"))), 108, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+    )
+    return (
+        f"[task]  of all tasks together; `tailopt list tasks NAME` has the meaning of each\n{names}\n\n"
+        f"[algorithm]  name, settings (paper:QNLI), and\n{help_text(algorithm_help())}\n\n"
+        f"[run]\n{help_text(run_help())}"
+    )

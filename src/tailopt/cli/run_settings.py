@@ -17,7 +17,34 @@ PASSED_APART = {"rounds", "nodes", "local_steps", "local_epochs", "weights", "dr
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The arguments of `simulate` that a file can hold. None where the task decides, or where it means "not"."""
+    """The arguments of `simulate` that a file can hold. None where the task decides, or where it means "not".
+
+    Attributes:
+        rounds: synchronisations in all; by default the task's.
+        nodes: how many; 0 is one per source of the data, where the task has sources; by default the task's.
+        local_steps: of every node in every round; by default the task's, in steps or epochs.
+        local_epochs: passes over a node's data in every round, instead of local_steps.
+        batch_size: samples of a local step; by default the task's.
+        weights: of the nodes in the mean: equal, samples (the sizes of their data), or a number for each, as in 2,1,1.
+        participation: the fraction of the nodes in a round, above 0, at most 1.
+        participants: how many nodes are in a round, instead of participation.
+        sampling: uniform draws distinct nodes; proportional draws by weight, with replacement.
+        drops: the probability that a node's contribution is lost, 0 to below 1.
+        on_drop: where a node whose contribution was lost goes on: sync, from the common weights; keep, from its own.
+        proximal: the factor mu of FedProx: local steps use g + mu (x - start) as the gradient; 0 for no such term.
+        projection: a radius; the weights are projected onto that ball after every round.
+        average: also keep the average of the rounds' weights, the r-th weighted by r.
+        guard: leave out displacements that are not finite, or larger than the inner optimizer can make them.
+        aggregate: mean, or a robust mean: median-norm, trimmed-mean, coordinate-median, centred-clipping.
+        engine: sequential trains one node after another, vectorized all at once; auto is sequential.
+        device: where the nodes compute, such as cpu or cuda; by default where the model is.
+        precision: bf16 trains with autocast; weights stay as they are.
+        seed: of everything that depends on chance.
+        evaluate_every: rounds between two evaluations; the last round always has one.
+        statistics: count the gradients' coordinates by tensor, into the history; histograms: also by magnitude.
+        checkpoint_every: rounds between two checkpoints.
+        keep: how many checkpoints are kept.
+    """
 
     rounds: int | None = None
     nodes: int | None = None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tailopt.arguments import did_you_mean
 from tailopt.cli.overrides import Overrides
 from tailopt.cli.setting_values import parse_value
 from tailopt.studies import (
@@ -71,7 +73,7 @@ def add(commands: Any) -> None:
         description=f"Run a study. What the folder already holds is not run again.\n\n{names}",
         epilog=f"example:\n{EXAMPLE}",
     )
-    parser.add_argument("name", choices=[*STUDIES], metavar="NAME", help=", ".join(STUDIES))
+    parser.add_argument("name", metavar="NAME", help=", ".join(STUDIES))
     parser.add_argument("--out", metavar="FOLDER", help="the folder of its tables and figures; by default studies/NAME")
     parser.add_argument(
         "--quick",
@@ -86,8 +88,18 @@ def add(commands: Any) -> None:
 
 def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     """Run the study, print its table, and list what it wrote."""
-    study = STUDIES[arguments.name]
-    out = study.run(Path(arguments.out or f"studies/{arguments.name}"), options_of(study, arguments))
+    name = arguments.name
+    if name not in STUDIES:
+        raise ValueError(f"Unknown study: {name!r}{did_you_mean(name, STUDIES)} There are: {', '.join(STUDIES)}.")
+    study = STUDIES[name]
+    folder = Path(arguments.out or f"studies/{name}")
+    options = options_of(study, arguments)
+    try:
+        out = study.run(folder, options)
+    except KeyboardInterrupt:
+        kept = f"{folder} has what was finished" if folder.is_dir() else "nothing was written"
+        print(f"Stopped; {kept}. The same command goes on from there.", file=sys.stderr)
+        return 130
     print((out / "table.md").read_text(encoding="utf-8"))
     print(f"wrote {out}: " + ", ".join(sorted(path.name for path in out.iterdir() if path.is_file())))
     return 0

@@ -156,7 +156,7 @@ def read_tables(file: str | None, overrides: Overrides) -> tuple[Tables, dict[st
             space[option.removeprefix("space.")] = parse_value(text)
         else:
             rest.append((option, text))
-    return apply_overrides(sections(document), rest), space
+    return apply_overrides(sections(document), rest, OPTIONS), space
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -63,17 +63,22 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     tables = read(arguments.file) if arguments.file is not None else sections({})
     if not any(key in ("nodes", "run.nodes") for key, _ in overrides):
         overrides = [*overrides, ("run.nodes", str(nodes))]
-    chosen = resolve(apply_overrides(tables, overrides))
+    chosen = resolve(apply_overrides(tables, overrides, OPTIONS))
     loggers = named_loggers(arguments.log)
     connect(arguments.timeout)
     if not arguments.resume:
         last_words.resume_arguments[:] = ["--resume"]
+    rank = int(os.environ["RANK"])
+    if rank and not arguments.quiet:  # else it looks as if nothing happened there, perhaps on a terminal of its own
+        print(f"node {rank} of {nodes} is connected and trains; node 0 prints the rounds", file=sys.stderr, flush=True)
     try:
         trained(chosen, Path(arguments.out), loggers, arguments.resume, arguments.timeout, arguments.quiet)
     finally:
         dist.destroy_process_group()
-    if int(os.environ["RANK"]) == 0:
+    if rank == 0:
         print(files_written(Path(arguments.out)))
+    elif not arguments.quiet:
+        print(f"node {rank} of {nodes} is done", file=sys.stderr, flush=True)
     return 0
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tailopt.cli.config_file import sections
 from tailopt.cli.configuration import resolve
-from tailopt.cli.overrides import Overrides
+from tailopt.cli.overrides import Overrides, apply_overrides
 from tailopt.engines.replay import replay
 from tailopt.records.environment import environment
 from tailopt.records.folder import Run
@@ -26,12 +26,13 @@ def add(commands: Any) -> None:
         "verify",
         help="replay a run of `tailopt train` on this machine and compare digests",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="tailopt verify FOLDER",
+        usage="tailopt verify FOLDER [--task FILE.py:CLASS]",
         description="Simulate a run of `tailopt train` once more and compare a digest of every tensor after every\n"
         "round. The first difference is named. Exit code 1 where there is one.",
         epilog=f"example, after `torchrun --nproc-per-node 3 -m tailopt train ... --out runs/real`:\n{EXAMPLE}",
     )
     parser.add_argument("folder", metavar="FOLDER", help="the run folder")
+    parser.add_argument("--task", metavar="FILE.py:CLASS", help="a task of your own whose file has changed or moved")
     parser.set_defaults(command=command, options=None)
 
 
@@ -40,7 +41,8 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     run = Run.open(arguments.folder)
     if "task" not in run.config:
         raise ValueError(f"{run.path} names no task, so it cannot be replayed: it is not a run of `tailopt train`.")
-    chosen = resolve(sections(run.config))
+    named = [] if arguments.task is None else [("task", arguments.task)]
+    chosen = resolve(apply_overrides(sections(run.config), named))
     _say_differences(run)
     torch.set_num_threads(int(run.environment.get("threads", torch.get_num_threads())))
     problem, settings = chosen.build_task(), chosen.run

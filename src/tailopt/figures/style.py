@@ -6,6 +6,7 @@ which most colour-blind people can distinguish; dashes and markers keep lines ap
 
 from __future__ import annotations
 
+import colorsys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,19 @@ def look(algorithm: str) -> dict[str, Any]:
     """
     outer, inner = rule_names(algorithm)
     return {"color": COLOURS[inner], "linestyle": LINES[outer], "label": algorithm}
+
+
+def colours(n: int) -> list[str]:
+    """Return n different colours: those of the palette, then others around the circle of hues.
+
+    Examples:
+        >>> colours(2), len({*colours(100)})
+        (['#0072B2', '#D55E00'], 100)
+    """
+    first = [PALETTE[name] for name in ("blue", "vermillion", "green", "purple", "orange", "sky blue", "black")]
+    # the golden ratio of the circle is never near a hue that is taken; two brightnesses tell neighbours apart
+    others = (colorsys.hsv_to_rgb(k * 0.618034 % 1, 0.75, (0.85, 0.55)[k % 2]) for k in range(1, n))
+    return [*first, *("#" + "".join(f"{round(255 * part):02x}" for part in rgb) for rgb in others)][:n]
 
 
 def band(axis: Any, x: Sequence[float], runs: Sequence[Sequence[float]], **line: Any) -> None:

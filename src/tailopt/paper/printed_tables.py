@@ -7,12 +7,13 @@ momentum and the weight decay of its inner AdamW; the lower threshold of L2 clip
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from typing import Any, TypeVar
+
+from tailopt.arguments import did_you_mean
 
 Cell = TypeVar("Cell")
 
@@ -97,6 +98,5 @@ def _resolve(name: str, known: tuple[str, ...], kind: str) -> str:
     spelling = _letters_and_digits(name)
     if spelling in by_spelling:
         return by_spelling[spelling]
-    near = difflib.get_close_matches(spelling, by_spelling, n=1)
-    hint = f" Did you mean {by_spelling[near[0]]!r}?" if near else ""
-    raise ValueError(f"Invalid name: {name!r}; there is no such {kind}.{hint} There are: {', '.join(known)}.")
+    near = did_you_mean(name, known)
+    raise ValueError(f"Invalid name: {name!r}; there is no such {kind}{near} There are: {', '.join(known)}.")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tailopt.arguments import did_you_mean
 from tailopt.figures.style import band, pyplot
 from tailopt.records import disk
 from tailopt.studies import claims
@@ -109,7 +110,9 @@ def tasks_named(text: str) -> list[str]:
     names = [part.strip().lower().replace("-", "") for part in text.split(",")] if text else list(TASKS)
     for name in names:
         if name not in TASKS:
-            raise ValueError(f"Unknown task: {name!r}; need one of {', '.join(TASKS)}, or both with a comma.")
+            raise ValueError(
+                f"Unknown task: {name!r}{did_you_mean(name, TASKS)} Need one or both of {', '.join(TASKS)}."
+            )
     return [name for name in TASKS if name in names]
 
 

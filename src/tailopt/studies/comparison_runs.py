@@ -23,6 +23,7 @@ import torch
 from tailopt.engines.batches import to_device
 from tailopt.engines.captured_steps import CapturedPrograms, sharing_programs
 from tailopt.paper import paper_settings
+from tailopt.progress import duration
 from tailopt.records import disk
 from tailopt.studies.comparison import AlgorithmResult, Comparison, ComparisonPlan, SeedRun, slug
 from tailopt.studies.runner import digest
@@ -276,18 +277,6 @@ def seconds_of_a_step(problem: Task, batch: Any, seed: int, device: torch.device
         loss.item()  # waits for the device
         times.append(time.perf_counter() - start)
     return min(times[1:])
-
-
-def duration(seconds: float) -> str:
-    """A time in words.
-
-    Examples:
-        >>> duration(45.2), duration(600), duration(7200)
-        ('45 s', '10 min', '2.0 h')
-    """
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _same_study(plan: ComparisonPlan, path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from tailopt.arguments import did_you_mean
 from tailopt.paper import results as paper_results
 from tailopt.studies import claims
 from tailopt.studies.comparison import (
@@ -43,7 +44,7 @@ def run(out: Path, options: StudyOptions) -> Path:
     by_name = {label.lower(): label for label in LABELS}
     name = options.task or "Philosopher"
     if name.lower() not in by_name:
-        raise ValueError(f"Unknown task: {name!r}; need one of {', '.join(LABELS)}.")
+        raise ValueError(f"Unknown task: {name!r}{did_you_mean(name, LABELS)} Need one of {', '.join(LABELS)}.")
     label, small = by_name[name.lower()], options.small
     overrides = {"pretrained": options.model, "tokenizer": options.tokenizer, "data": options.data}
     settings = {key: value for key, value in overrides.items() if value is not None}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tailopt.algorithms import ALGORITHMS
+from tailopt.arguments import did_you_mean
 from tailopt.paper import results as paper_results
 from tailopt.studies import claims
 from tailopt.studies.comparison import (
@@ -99,7 +100,9 @@ def labels(task: str) -> list[str]:
     names = [_short(part) for part in task.split(",")]
     for name in names:
         if name not in by_name:
-            raise ValueError(f"Unknown task: {name!r}; need some of {', '.join(METRICS)}, with commas.")
+            raise ValueError(
+                f"Unknown task: {name!r}{did_you_mean(name, METRICS)} Need some of {', '.join(METRICS)}, with commas."
+            )
     return [label for name, label in by_name.items() if name in names]
 
 

@@ -93,6 +93,11 @@ def run_grid(grid: Grid[C, R], record: Path | None, bar: Progress) -> dict[C, R]
             results[cell] = grid.decode(result)
     missing = [cell for cell in grid.cells if cell not in results]
     total = len(missing) * grid.units
+    if missing:
+        before = f"; {len(results)} more are recorded already" if results else ""
+        bar.say(
+            f"{len(missing)} measurements to make{before}; after the first one there is an estimate of the time left"
+        )
     for number, cell in enumerate(missing):
 
         def tick(done: int, start: int = number * grid.units, label: str = grid.label(cell)) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tailopt.arguments import did_you_mean
 from tailopt.paper import results as paper_results
 from tailopt.studies import claims
 from tailopt.studies.comparison import (
@@ -109,7 +110,9 @@ def labels(task: str) -> list[str]:
     names = [slug(part) for part in task.split(",") if part.strip()] or list(by_name)
     for name in names:
         if name not in by_name:
-            raise ValueError(f"Unknown task: {name!r}; need some of {', '.join(CORPORA)}, with commas.")
+            raise ValueError(
+                f"Unknown task: {name!r}{did_you_mean(name, CORPORA)} Need some of {', '.join(CORPORA)}, with commas."
+            )
     return [label for name, label in by_name.items() if name in names]
 
 

@@ -23,6 +23,7 @@ from tailopt.engines.stacked_batches import NodeBatches
 from tailopt.records.run_config import storable
 from tailopt.records.tensor_bytes import digest
 from tailopt.rounds.policy import RoundPolicy
+from tailopt.tasks.own import description
 from tailopt.tasks.task import Task
 
 SeedEvaluate = Callable[[torch.nn.Module, int], Mapping[str, Any]]
@@ -169,7 +170,7 @@ def task_problem(task: Task, arguments: Mapping[str, Any]) -> Problem:
     metric = given.get("metric", usual.metric)
     return Problem(
         name=task.name,
-        description=storable(task),
+        description=description(task),
         model=task.model,
         loss=task.loss,
         data=TaskData(task, nodes),

@@ -115,13 +115,16 @@ class GradientNoise:
 
     Args:
         objective: "convex" or "non-convex".
-        alpha: 1 < alpha < 2.
+        alpha: the order of the moment that is finite, 1 < alpha < 2.
+        excess: df - alpha, by how much more than that moment is finite.
         scale: of the noise; 0 for none.
         skew: in [-1, 1]: the sign is + with probability (1 + skew) / 2.
         distance: standard deviation of the coordinates of the common centre, where w starts at 0.
         heterogeneity: standard deviation of a node's own centre around it.
         replicas: points that are trained side by side, each with noise of its own: independent repetitions, at the
             price of one run, of whatever acts on each coordinate by itself.
+        dimension: coordinates of a point.
+        parts: how many objectives the nodes have in turn.
         separate: a tensor for each of them, for rules with a norm (`scope="tensor"`).
 
     Examples:

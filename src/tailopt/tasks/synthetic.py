@@ -47,6 +47,11 @@ class Synthetic:
         features: "syntoken" or "gaussian".
         noise: "none", "gaussian" (standard deviation `scale`), "student-t" (`df` degrees of freedom; the variance is
             infinite up to df = 2, the mean up to 1) or "cauchy"; all of them multiplied by `scale`.
+        scale: of the noise.
+        df: degrees of freedom of Student's t.
+        samples: rows of the data, dealt to the nodes.
+        dimension: coordinates of the weights.
+        dtype: of the data and the weights.
 
     Examples:
         >>> task = Synthetic(noise="none")

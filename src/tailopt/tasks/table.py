@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from tailopt.arguments import did_you_mean
+from tailopt.tasks import own
 from tailopt.tasks.cifar100 import SMALL as CIFAR100_SMALL
 from tailopt.tasks.cifar100 import Cifar100
 from tailopt.tasks.glue import FORMATS as GLUE
@@ -47,18 +49,45 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }
 
 
-def task(name: str, preset: str = "paper", **settings: Any) -> Task:
+def task(name: str, preset: str | None = None, **settings: Any) -> Task:
     """Return a task by name, in a preset; settings override those of the preset.
+
+    Args:
+        name: in the table, or of a task of your own: "my_task.py:MyTask", "module:MyTask", or an installed one
+            (`tailopt.tasks.own`).
+        preset: by default the first one, which is "paper" for the tasks of the table.
 
     Examples:
         >>> task("syntoken", preset="small", noise="cauchy").samples
         1000
     """
-    if name not in TASKS:
-        raise ValueError(f"Unknown task: {name!r}; need one of {', '.join(TASKS)}.")
-    if preset not in PRESETS[name]:
-        raise ValueError(f"Unknown preset: {preset!r}; {name} has {', '.join(PRESETS[name])}.")
+    known = presets_of(name)
+    preset = next(iter(known)) if preset is None else preset
+    if preset not in known:
+        raise ValueError(f"Unknown preset: {preset!r}{did_you_mean(preset, known)} {name} has {', '.join(known)}.")
     try:
-        return TASKS[name](**{**PRESETS[name][preset], **settings})
+        if name in TASKS:
+            return TASKS[name](**{**known[preset], **settings})
+        return own.find(name).build(preset, **settings)
     except TypeError as error:
+        if name not in TASKS:
+            raise
         raise ValueError(f"Invalid settings for {name}: {error}.") from None
+
+
+def is_own(name: str) -> bool:
+    """Whether a name leads to a task that is not in the table; nothing is loaded."""
+    return name not in TASKS and own.leads_to_a_class(name)
+
+
+def presets_of(name: str) -> Mapping[str, Mapping[str, Any]]:
+    """Return the presets of a task, the first one first; raises for a name that leads to no task."""
+    if name in TASKS:
+        return PRESETS[name]
+    if is_own(name):
+        return own.find(name).presets
+    known = [*TASKS, *own.installed()]
+    raise ValueError(
+        f"Invalid task: {f'unknown task {name!r}' if name else 'no task is named'}{did_you_mean(name, known)} Give one "
+        f"of {', '.join(known)}: --task {known[0]}; or a class of your own: --task my_task.py:MyTask."
+    )

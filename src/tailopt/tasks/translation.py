@@ -79,6 +79,7 @@ class Translation:
         tokenizer: a folder or public name, where it differs from the model's; needed from scratch.
         data: a folder, zip file, file or data set of the hub; "" for the public name of the corpus.
         length: tokens of a sentence at most, read and generated.
+        layers, width: of a model from scratch.
         pieces: from scratch: how many of the tokenizer's pieces have an embedding, the most frequent ones in the
             training pairs; the others become the unknown one. 0 for all.
         limit: training pairs, drawn the same way for every seed; 0 for all.
