@@ -111,7 +111,7 @@ with Progress(True, seconds_between_lines=0.0) as bar:
     bar.update(3, 3, "done")
 """
     kinds = ["display_data", *["update_display_data"] * 3]
-    texts = ["0/3  cell 0", "1/3  cell 1", "2/3  cell 2", "3/3  done"]
+    texts = ["0/3  cell 0", "1/3  cell 1, about 0 s left", "2/3  cell 2, about 0 s left", "3/3  done"]
     assert messages_of_a_cell(code) == list(zip(kinds, texts, strict=True))
 
 

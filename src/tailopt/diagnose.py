@@ -94,8 +94,9 @@ def diagnose(
     """
     check_model_and_loss(model, loss)
     params = trainable_parameters(model)
-    if any(is_dtensor(p) for p in params.values()):
-        raise ValueError("Invalid model: it is sharded (DTensor); diagnose one whose parameters are whole.")
+    sharded = [name for name, p in params.items() if is_dtensor(p)]
+    if sharded:
+        raise ValueError(f"Invalid model: {sharded[0]} is sharded (DTensor); diagnose one whose parameters are whole.")
     count = whole_number("count", count, low=FEWEST_BATCHES)
     size = sum(p.numel() for p in params.values())
     if coordinates is None:
@@ -110,7 +111,10 @@ def diagnose(
             + ("Look for what makes them infinite or NaN first." if nonfinite else "Was the iterator used up?")
         )
     if not bool(rows.any()):
-        raise ValueError("Invalid loss: every gradient is 0, so there is no noise. Is the loss connected to the model?")
+        raise ValueError(
+            f"Invalid loss: the gradients of all {len(rows)} batches are 0, so there is no noise. Is the loss "
+            "connected to the model?"
+        )
     return _diagnosis(rows, params, sampled, choose(seen.read()), nonfinite)
 
 

@@ -124,8 +124,8 @@ class LocalRound:
     def _check_proximal_term(self) -> None:
         if self._proximal_step is not None and is_released(self.optimizer):
             raise ValueError(
-                "Invalid proximal: the gradients of the inner optimizer are released, so parameters move inside "
-                "backward before the term can be added. Call remove() of the handle, or set proximal=0."
+                f"Invalid proximal: {self._proximal_step.mu}; the gradients of the inner optimizer are released, so "
+                "parameters move inside backward before the term can be added. Call remove() of the handle, or set proximal=0."
             )
 
     def _step(self, t: int, total_steps: int, closure: Callable[[], Any] | None) -> Any:

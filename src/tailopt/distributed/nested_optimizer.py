@@ -156,8 +156,7 @@ class NestedOptimizer(Optimizer):
         require_process_group()
         self.optimizer, self._algorithm, self._agreed_hparams = optimizer, algorithm, settings
         names, params = named_parameters(optimizer, model)
-        agreed = None if settings is None else settings.outer
-        self._outer = agreed or outer_hyperparameters(outer, outer_settings or {}, names)
+        self._outer = settings.outer if settings else outer_hyperparameters(outer, outer_settings or {}, names)
         inner_thresholds = None if settings is None else settings.inner.auto_thresholds
         self._auto_thresholds = AutoThresholdsByLevel(inner_thresholds, self._outer.auto_thresholds)
         group = node_group(mesh)

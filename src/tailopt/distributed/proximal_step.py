@@ -29,7 +29,7 @@ class ProximalStep:
     """
 
     def __init__(self, params: Sequence[Tensor], mu: float, start: Callable[[], Sequence[Tensor]]) -> None:
-        self._params, self._mu, self._start = params, mu, start
+        self._params, self.mu, self._start = params, mu, start
         self._start_of_round: Sequence[Tensor] | None = None
         self._gradients: list[tuple[Tensor, Tensor]] = []  # what was replaced, by parameter
 
@@ -64,7 +64,7 @@ class ProximalStep:
             if p.grad is None:
                 continue
             own, g = p.grad, summed(p.grad)
-            part = proximal_gradient(local_tensor(g), local_tensor(p), x0, self._mu)
+            part = proximal_gradient(local_tensor(g), local_tensor(p), x0, self.mu)
             if is_dtensor(g):
                 g = torch.empty_like(g)
                 local_tensor(g).copy_(part)

@@ -69,7 +69,10 @@ class Client:
         self._hyperparameters = AlgorithmHyperparameters(algorithm, schedules, list(trainable_parameters(model)))
         self.settings = agreed_settings(model, algorithm, self._hyperparameters, nodes, local_steps, seed)
         if (data is None) == (batches is None):
-            raise ValueError("Give data, a Dataset or DataLoader, or batches, a function; one of the two.")
+            raise ValueError(
+                f"Invalid data: {'none' if data is None else 'two sources'}; give data, a Dataset or DataLoader, or "
+                "batches, a function; one of the two."
+            )
         source: BatchSource = (
             FunctionBatches(batches, nodes, local_steps, seed)
             if batches is not None
@@ -98,7 +101,7 @@ class Client:
         kept: the states after earlier rounds, by round, where the client has no folder for them; `train` changes it.
         """
         if request.settings != settings_digest(self.settings):
-            raise ValueError("The settings of this client are not those with which it joined: restart it.")
+            raise ValueError(f"The settings of node {self.node} are not those with which it joined: restart it.")
         modes = modes_of(self._model)
         try:
             return self._trained(request, kept if self._states is None else self._states)

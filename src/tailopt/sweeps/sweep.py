@@ -133,8 +133,8 @@ def sweep(
         "loss": loss, "data": data, "batches": batches, "nodes": nodes, "rounds": rounds, "local_steps": local_steps,
         "local_epochs": local_epochs, "batch_size": batch_size, "weights": weights, "participation": participation,
         "participants": participants, "sampling": sampling, "proximal": proximal, "projection": projection,
-        "schedules": schedules, "evaluate": evaluate, "test": test, "metric": metric,
-        "lower_is_better": lower_is_better, "device": device, "precision": precision,
+        "schedules": schedules, "evaluate": evaluate, "test": test, "metric": metric, "device": device,
+        "lower_is_better": lower_is_better, "precision": precision,
     }  # fmt: skip
     tuning, reporting = problems(model_or_task, arguments)
     check_choice("engine", engine, ENGINES)
