@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -118,6 +119,24 @@ def test_a_folder_from_somebody_else_runs_nothing(name: str, capsys: pytest.Capt
     )
     assert main(["resume", "theirs"]) == 2
     assert "without its whole path, so it is not run" in capsys.readouterr().err
+    assert not Path("log").exists()
+
+
+@pytest.mark.parametrize("command", ["run", "resume", "accept", "verify"])
+def test_nor_does_one_whose_config_was_written_anew(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the layout of a user's own file, and with a file that came with it."""
+    assert main(RUN) == 0
+    forget()
+    Path("line.py").rename("runs/a/evil.py")
+    written = '[task]\nname = "evil.py:Line"\n[algorithm]\nname = "avg-sgd"\nilr = 0.1\n'
+    Path("runs/a/config.toml").write_text(written)
+    Path("runs/a/run.json").unlink()  # a folder of an older version has none, nor a digest of its config.toml
+    Path("runs/a/history.seal.json").unlink()
+    for checkpoint in Path("runs/a/checkpoints").iterdir():
+        shutil.rmtree(checkpoint)
+    words = {"run": ["run", "runs/a/config.toml"], "accept": ["resume", "runs/a", "--accept-config"]}
+    assert main(words.get(command, [command, "runs/a"])) == 2
+    assert "so it is not run. If you trust it, name it: --task evil.py:Line" in capsys.readouterr().err
     assert not Path("log").exists()
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from tailopt.arguments import did_you_mean
 from tailopt.cli.setting_names import SECTIONS, check_section_key
 from tailopt.cli.setting_values import parse_toml
+from tailopt.records.identity import RUN
+from tailopt.records.run_config import CONFIG
 from tailopt.tasks.own import located
 from tailopt.tasks.table import is_own
 
@@ -22,7 +24,8 @@ def read(path: str | Path) -> Tables:
     if not path.is_file():
         raise FileNotFoundError(f"Invalid configuration: there is no file {str(path)!r}. Give the path of a TOML file.")
     try:
-        tables = sections(parse_toml(path.read_text(encoding="utf-8")))
+        of_a_run = path.name == CONFIG or (path.parent / RUN).exists()  # whatever its layout: somebody else may edit it
+        tables = sections(parse_toml(path.read_text(encoding="utf-8")), of_a_run)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if is_own(name := str(tables["task"].get("name", ""))) and CODE not in tables["task"]:
@@ -30,8 +33,10 @@ def read(path: str | Path) -> Tables:
     return tables
 
 
-def sections(document: Mapping[str, Any]) -> Tables:
+def sections(document: Mapping[str, Any], of_a_run: bool = False) -> Tables:
     """The content of a file as checked tables, one per section. The flat layout of a run folder is accepted too.
+
+    of_a_run: whether the file is in a run folder, whose code the user must have named: own_task.py.
 
     Examples:
         >>> sections({"task": {"name": "syntoken"}, "algorithm": "avg-sgd", "settings": {"ilr": 0.1}, "rounds": 5})
@@ -43,8 +48,8 @@ def sections(document: Mapping[str, Any]) -> Tables:
     algorithm = method.get("name") if isinstance(method, Mapping) else None
     if isinstance(tables.get("task"), Mapping) and is_own(str(tables["task"].get("name", ""))):
         # Its settings are checked when it is known whether its file may be run: see own_task.py.
-        flat = isinstance(document.get("algorithm"), str)
-        tables["task"] = {**({CODE: {}} if flat else {}), **tables["task"]}
+        of_a_run = of_a_run or isinstance(document.get("algorithm"), str)
+        tables["task"] = {**({CODE: {}} if of_a_run else {}), **tables["task"]}
     for section, table in tables.items():
         if section not in SECTIONS:
             raise ValueError(

@@ -21,7 +21,7 @@ import torch
 
 from tailopt.algorithms import Algorithm, algorithm
 from tailopt.cli.config_file import CODE, Tables
-from tailopt.cli.own_task import recorded_code
+from tailopt.cli.own_task import chosen_task, recorded_code
 from tailopt.cli.run_settings import RunSettings
 from tailopt.cli.schedule_syntax import parse_schedule
 from tailopt.cli.setting_names import check_key, task_settings, task_values
@@ -91,7 +91,7 @@ def resolve(tables: Tables) -> Configuration:
 
 def resolve_task_and_run(tables: Tables) -> tuple[dict[str, Any], RunSettings]:
     """Return the sections [task] and [run] with the defaults of the task."""
-    task_table = _resolve_task(tables["task"])
+    task_table = _resolve_task(chosen_task(tables["task"]))  # again, for whoever lays nothing over a file
     defaults = _build_task(task_table).defaults
     run_table = tables["run"]
     task_defaults: dict[str, Any] = {

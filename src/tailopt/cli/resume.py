@@ -64,7 +64,7 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     if arguments.task is not None:
         _accept_code(run, arguments.task)
         run = Run.open(arguments.folder)
-    configuration = resolve(apply_overrides(sections(run.config), _naming(arguments.task)))
+    configuration = resolve(apply_overrides(sections(run.config, of_a_run=True), _naming(arguments.task)))
     done = len(run.history())
     rounds = arguments.rounds if arguments.rounds is not None else configuration.run.rounds
     assert rounds is not None  # `resolve` sets it
@@ -84,7 +84,7 @@ def _accept_code(run: Run, named: str) -> None:
             f"Invalid task: {run.path} is a run of {before.get('name')!r}; --task serves only to go on with a task of "
             "your own whose file has changed or moved. Leave it out."
         )
-    configuration = resolve(apply_overrides(sections(run.config), _naming(named)))
+    configuration = resolve(apply_overrides(sections(run.config, of_a_run=True), _naming(named)))
     edited = {**run.config, "task": {**before, **{key: configuration.task[key] for key in ("name", CODE)}}}
     if edited != run.config:
         disk.replace(run.path / CONFIG, to_toml(edited).encode())
@@ -100,8 +100,8 @@ def _accept(folder: Path) -> None:
     """Accept an edited config.toml. It must be a valid configuration, unless the run was started from Python."""
     if is_run(folder):
         edited = parse_config(folder / CONFIG, (folder / CONFIG).read_text(encoding="utf-8"))
-        if "task" in edited and CODE not in edited["task"]:  # the code of one's own task is not run for that
-            resolve(sections(edited))
+        if "task" in edited:
+            resolve(sections(edited, of_a_run=True))
     difference = accept_config(folder)
     if difference is not None:
         print(f"accepted: {describe_difference(difference)}", file=sys.stderr)

@@ -42,7 +42,7 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     if "task" not in run.config:
         raise ValueError(f"{run.path} names no task, so it cannot be replayed: it is not a run of `tailopt train`.")
     named = [] if arguments.task is None else [("task", arguments.task)]
-    chosen = resolve(apply_overrides(sections(run.config), named))
+    chosen = resolve(apply_overrides(sections(run.config, of_a_run=True), named))
     _say_differences(run)
     torch.set_num_threads(int(run.environment.get("threads", torch.get_num_threads())))
     problem, settings = chosen.build_task(), chosen.run
