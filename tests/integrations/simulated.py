@@ -28,7 +28,8 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, set[int], str] | None]] =
     "nan": ("bi2clip", {}, (3, {1, 2, 3, 4, 5}, "nan")),
     # the inner state of a lost contribution moves on in a simulation: this client is not heard of again
     "crash": ("diloco", {}, (1, {4, 5}, "crash")),
-    "late": ("diloco", {}, (2, {3}, "late")),
+    # nothing is kept: Flower begins the next round of a client that is still busy with this one from the context before
+    "late": ("adam-biclip", {}, (2, {3}, "late")),
 }
 
 
