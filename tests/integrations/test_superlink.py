@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,8 +96,7 @@ def test_a_supernode_that_is_killed_and_restarted_participates_again(deployment:
     run = submit(deployment, folder)
     wait_for(lambda: rounds_done(folder) >= 1, 120, deployment.log("superlink"))
     deployment.kill("node1")
-    time.sleep(2.0)
-    deployment.start_node(1, NODES)
+    deployment.restart_until_accepted(1, NODES)
     assert deployment.finish(run, 420) == "finished:completed"
     check_digests(folder, tmp_path)
     excluded = [e["node"] for row in Run.open(folder).history() for e in row["excluded"]]
