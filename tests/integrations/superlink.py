@@ -150,6 +150,19 @@ class Deployment:
         command += ["--auth-supernode-private-key", key or f"node{node}", "--port", str(free_port())]
         self.start(f"node{node}", [*command, "--node-config", f"partition-id={node} num-partitions={nodes}"])
 
+    def restart_until_accepted(self, node: int, nodes: int, seconds: float = 150) -> None:
+        """Start a SuperNode again and again, as a supervisor does: it is refused while the dead one seems online."""
+        deadline = time.monotonic() + seconds
+        while True:
+            self.start_node(node, nodes)
+            process = self.processes[f"node{node}"]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=15)
+            if process.poll() is None:
+                return
+            self.kill(f"node{node}")
+            assert time.monotonic() < deadline, self.log(f"node{node}")()[-3000:]
+
     def online(self) -> int:
         listed = self.flwr("supernode", "list", "test", "--format", "json")
         text = listed.stdout[listed.stdout.find("{") :]

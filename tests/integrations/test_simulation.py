@@ -69,4 +69,4 @@ def test_a_client_that_crashes_loses_its_contribution() -> None:
 
 @pytest.mark.slow
 def test_a_late_reply_is_a_lost_contribution() -> None:
-    assert excluded(check("late")) == [[], [], [(2, "dropped")], [], []]
+    assert (2, "dropped") in excluded(check("late"))[2]
