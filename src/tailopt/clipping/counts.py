@@ -365,15 +365,19 @@ class StatisticsRecorder:
         counters.sample_offset = -1 if self.mode == "complete" else (self._passes - 1) % STRIDE
         return counters
 
-    def skip(self, slot: int, n_slots: int, verdict: Tensor) -> None:
-        """Count a skipped step where the verdict, a 0-dim bool on its device, is true."""
-        counter = self._skipped.get(verdict.device)
+    def skip(self, slots: Sequence[int], n_slots: int, verdicts: Tensor) -> None:
+        """Count a skipped step where a verdict is true: bools on their device, one for each slot."""
+        counter = self._skipped.get(verdicts.device)
         if counter is None or counter.numel() < n_slots:
-            grown = torch.zeros(n_slots, dtype=torch.int64, device=verdict.device)
+            grown = torch.zeros(n_slots, dtype=torch.int64, device=verdicts.device)
             if counter is not None:
                 grown[: counter.numel()] = counter
-            self._skipped[verdict.device] = counter = grown
-        counter[slot] += verdict
+            self._skipped[verdicts.device] = counter = grown
+        if list(slots) == list(range(slots[0], slots[0] + len(slots))):
+            counter[slots[0] : slots[0] + len(slots)] += verdicts
+            return
+        for slot, verdict in zip(slots, verdicts.unbind(), strict=True):
+            counter[slot] += verdict
 
     def take(self, n_slots: int) -> list[Counts]:
         """Everything counted since the last call, slot by slot; the counters start again at zero."""

@@ -213,7 +213,7 @@ class BiClip(ClippingOptimizer):
         batches: list[GroupAndStep] = []
         for group, params, grads, momenta, step_counts, _ in gathered:
             if top is None and group["dead_zone"] == "auto":
-                top = _largest_gradient(gathered)
+                top = self._largest_gradient(gathered)
             calibrating = bool(momenta) and is_calibrating(group)
             if calibrating and group["nonfinite"] == "propagate":
                 grads = [as_finite(g, m.dtype) for g, m in zip(grads, momenta, strict=True)]
@@ -240,6 +240,13 @@ class BiClip(ClippingOptimizer):
             plain = [(group, batch) for group, batch in batches if not batch.momenta and not is_auto(group["u"])]
             self._threshold_check.look(plain, {key: names[slot] for key, slot in self._slots().items()})
         return batches, lambda b, i: id(batches[b][1].params[i])  # every tensor is skipped on its own
+
+    def _largest_gradient(self, gathered: Gathered) -> Tensor:
+        """max|g| over all parameters."""
+        owners = [p for one in gathered for p in one.params]
+        grads = [g for one in gathered for g in one.grads]
+        local = [local_pair(p, g)[1] for p, g in zip(owners, grads, strict=True)]
+        return largest_gradient(local, owners, self._look(local))
 
     def _after_step(self, gathered: Gathered) -> None:
         for group in self.param_groups:
@@ -310,11 +317,14 @@ class BiClip(ClippingOptimizer):
             _take(kind, with_momentum, self._momentum_cache, recorder)
         # only now: a step that raised is no step
         on_host = [count for batch in with_momentum for count in batch.step_counts if count.is_cpu]
-        on_device = [count for batch in with_momentum for count in batch.step_counts if not count.is_cpu]
+        on_device = [c for batch in with_momentum if batch.skips is None for c in batch.step_counts if not c.is_cpu]
         if on_host:  # by a tensor: a number would be made one for each of them
             torch._foreach_add_(on_host, torch.ones((), device="cpu"), alpha=1)
         if on_device:
             torch._foreach_add_(on_device, 1)
+        for batch in with_momentum:
+            if batch.skips is not None:
+                torch._foreach_add_(list(batch.step_counts), (~batch.skips).float().unbind())
 
 
 def _take(kind: str, batches: Sequence[StepGroup], cache: StepCache, recorder: StatisticsRecorder | None) -> None:
@@ -366,8 +376,11 @@ def _momentum_numbers(beta: float, step_counts: Sequence[Tensor], clamps: bool) 
     """The numbers of the next step of every momentum: one object for all that have taken as many steps."""
     if not step_counts:
         return []
-    if torch.compiler.is_compiling() or not all(count.is_cpu for count in step_counts):
+    if torch.compiler.is_compiling():
         return [Momentum(beta, 1 - beta ** (count.double() + 1), clamps) for count in step_counts]
+    if not all(count.is_cpu for count in step_counts):
+        corrections = 1 - beta ** (torch.stack(list(step_counts)).double() + 1)  # a few launches for all of them
+        return [Momentum(beta, correction, clamps) for correction in corrections.unbind()]
     counts = torch.stack(list(step_counts)).tolist()
     by_count = {k: Momentum.at(beta, int(k) + 1)._replace(clamps=clamps) for k in dict.fromkeys(counts)}
     return [by_count[k] for k in counts]
@@ -392,13 +405,6 @@ def _by_step_count(
         part = whole.only([i for i, other in enumerate(each) if other is of_count])
         result.append(part._replace(hparams=StepHyperparameters(clip, lr, weight_decay, maximize, of_count)))
     return result
-
-
-def _largest_gradient(gathered: Gathered) -> Tensor:
-    """max|g| over all parameters."""
-    owners = [p for one in gathered for p in one.params]
-    grads = [g for one in gathered for g in one.grads]
-    return largest_gradient([local_pair(p, g)[1] for p, g in zip(owners, grads, strict=True)], owners)
 
 
 def _dead_zones(group: Group, params: Sequence[Tensor], top: Tensor | None) -> list[tuple[list[int] | None, Number]]:
@@ -432,4 +438,4 @@ def _multi_tensor_biclip(
 
 @_disable_dynamo
 def _fused_biclip(batches: Sequence[StepGroup], cache: StepCache, recorder: StatisticsRecorder | None) -> None:
-    update(batches, None, cache, recorder)
+    update(batches, "fused", cache, recorder)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tailopt.clipping.kernels.kernel import StepGroup
@@ -63,3 +64,20 @@ class CheckedGroups:
     def keep_hparams(self, group: Group, hparams: list[tuple[list[int] | None, StepHyperparameters]]) -> None:
         """Keep the hyperparameters of a group: as the same objects, they are recognised by the step cache."""
         self._hparams[id(group)] = hparams
+
+
+def skip_where(batch: StepGroup, verdict: Tensor) -> StepGroup:
+    """The batch that stays as it is where the verdict is true."""
+    verdicts = verdict.expand(len(batch.params))
+    return batch._replace(skips=verdicts.clone() if batch.skips is None else batch.skips | verdicts)
+
+
+def shared_by_scope(bad: Tensor, scopes: Sequence[int]) -> Tensor:
+    """Verdicts of tensors, where those of one scope share theirs."""
+    if len(set(scopes)) == len(scopes):
+        return bad
+    each = bad.unbind()
+    of_scope: dict[int, Tensor] = {}
+    for scope, verdict in zip(scopes, each, strict=True):
+        of_scope[scope] = of_scope[scope] | verdict if scope in of_scope else verdict
+    return torch.stack([of_scope[scope] for scope in scopes])

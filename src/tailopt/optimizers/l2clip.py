@@ -226,4 +226,4 @@ def _multi_tensor_l2clip(batches: Sequence[StepGroup], cache: StepCache, kernel:
 
 @_disable_dynamo
 def _fused_l2clip(batches: Sequence[StepGroup], cache: StepCache) -> None:
-    update(batches, None, cache)
+    update(batches, "fused", cache)

@@ -33,6 +33,7 @@ class StepGroup(NamedTuple):
         momenta: m of each parameter, where the step has momentum.
         step_counts: how many steps m of each parameter has taken, as 0-dim tensors that the caller adds to.
         corrections: 1 - beta^k of each parameter, where only the device knows k; else it is in `hparams`.
+        skips: a bool for each parameter, on its device: true where it, its m and its count stay as they are.
     """
 
     params: list[Tensor]
@@ -42,6 +43,7 @@ class StepGroup(NamedTuple):
     momenta: Sequence[Tensor] = ()
     step_counts: Sequence[Tensor] = ()
     corrections: Sequence[Tensor] = ()
+    skips: Tensor | None = None
 
     def only(self, positions: Sequence[int]) -> StepGroup:
         """Return the group with the parameters at these positions."""
@@ -51,7 +53,8 @@ class StepGroup(NamedTuple):
 
         tensors = some(self.params), some(self.grads)
         rest = some(self.slots), some(self.momenta), some(self.step_counts), some(self.corrections)
-        return StepGroup(*tensors, self.hparams, *rest)
+        skips = self.skips if self.skips is None else torch.stack([self.skips[i] for i in positions])
+        return StepGroup(*tensors, self.hparams, *rest, skips)
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,14 @@ class Kernel:
     name: str
     run: Callable[[Sequence[StepGroup]], None]
     refuses: Callable[[Tensor, Tensor, StepHyperparameters], str]
+
+
+def joined(groups: Sequence[StepGroup]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """All parameters, gradients and momenta; the lists themselves if there is only one group."""
+    if len(groups) == 1:
+        return groups[0].params, groups[0].grads, list(groups[0].momenta)
+    params, grads = [p for group in groups for p in group.params], [g for group in groups for g in group.grads]
+    return params, grads, [m for group in groups for m in group.momenta]
 
 
 def is_scalar(hparams: StepHyperparameters) -> bool:
