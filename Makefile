@@ -5,7 +5,7 @@
 #   make docs       build the guide into site/            make gpu        the tests that need a CUDA device
 #   make lint       ruff and mypy                         make coverage   the tests, with the lines that they reach
 #   make workflows  actionlint, where it can be found     make hooks      run ruff and mypy before commits and pushes
-#   make interpreter  the Triton kernel on the CPU, by Triton's interpreter (Linux; downloads Triton, 190 MB)
+#   make interpreter  the Triton kernel without a GPU: interpreted, and compiled (Linux; downloads Triton, 190 MB)
 #   make clean      remove everything that was built
 #
 # TORCH and TORCH_INDEX choose another torch, for a new .venv:
@@ -45,6 +45,7 @@ gpu: $(READY)
 interpreter: $(READY)
 	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TRITON)"
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clipping/test_triton.py
+	$(BIN)/python -m pytest tests/clipping/test_triton_compiled.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

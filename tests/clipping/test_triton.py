@@ -311,10 +311,10 @@ def test_a_tensor_of_more_than_2_31_elements_is_walked_with_64_bits() -> None:
     assert torch.equal(p, torch.cat([torch.full((1000,), 0.75), torch.ones(1048)]))
 
 
-def test_chunks_cover_every_element_once() -> None:
+def test_chunks_cover_every_element_once_and_those_that_are_not_full_come_first() -> None:
     kind = Kind(torch.device("cpu"), torch.float32, torch.float32, None, False, False, True)
     table = launch_tables._chunk_table([1, 2048, 2049, 5000], kind)
-    assert table.tolist() == [[0, 0], [1, 0], [2, 0], [2, 1], [3, 0], [3, 1], [3, 2]]
+    assert table.tolist() == [[0, 0], [2, 1], [3, 2], [1, 0], [2, 0], [3, 0], [3, 1]]
 
 
 @pytest.mark.parametrize("threshold", ["number", "tensor"])

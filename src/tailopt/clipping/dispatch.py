@@ -44,7 +44,7 @@ KERNELS: dict[str, Kernel] = {
 }
 
 # What is tried by default, fastest first, and what `fused=True` asks for; `single` takes the rest. "triton" comes first
-# on CUDA by default once tests/contracts/test_gpu.py has passed on a device.
+# on CUDA by default once tests/contracts/test_gpu_triton.py has passed.
 BY_DEFAULT = {"cpu": ("c", "rows", "chunked"), "cuda": ("foreach",)}
 FUSED = {"cpu": ("c", "rows", "chunked"), "cuda": ("triton", "foreach")}
 

@@ -105,7 +105,7 @@ class LaunchTables:
         self._launches: list[Launch] = []
         self._groups: tuple[object, ...] = ()  # sizes, and what else the division into launches depends on
         self._addresses: tuple[Addresses, ...] = ()
-        self._kinds: list[Kind] = []
+        self._aligned: list[bool] = []
         self._staging = Staging()
 
     def launches(self, groups: Sequence[StepGroup], cache: StepCache) -> list[Launch]:
@@ -115,13 +115,13 @@ class LaunchTables:
             self._staging.reserve(self._launches)
             return self._launches
         # What is sent here arrives when the graph is replayed: no other step may rely on it.
-        before = self._groups, self._addresses, self._kinds, [replace(launch) for launch in self._launches]
+        before = self._groups, self._addresses, self._aligned, [replace(launch) for launch in self._launches]
         sent = self._staging.sent
         self._update(groups, cache)
         captured = self._launches
         _captured.extend(launch.tables() for launch in captured)
         if self._staging.sent != sent:
-            self._groups, self._addresses, self._kinds, self._launches = before
+            self._groups, self._addresses, self._aligned, self._launches = before
             cache.forget_hparams()
         return captured
 
@@ -133,13 +133,13 @@ class LaunchTables:
         )
         known = bool(self._groups) and self._groups[0] is cache.sizes and self._groups[1] == features
         if not known or any(new is not old for new, old in zip(now, self._addresses, strict=True)):
-            kinds = _kinds(groups, now)
-            if not known or kinds != self._kinds:
-                self._arrange(groups, cache.sizes, kinds)
-                known = False
+            aligned = _aligned([some.pointers for some in now if some.pointers])
+            if not known or aligned != self._aligned:
+                self._arrange(groups, cache.sizes, _kinds(groups, aligned))
+                self._aligned, known = aligned, False
             for launch in self._launches:
                 launch.tensors = self._staging.send(_tensor_table(launch, groups, now), launch.kind.device)
-            self._groups, self._addresses, self._kinds = (cache.sizes, features), now, kinds
+            self._groups, self._addresses = (cache.sizes, features), now
         if not known or not cache.same_hparams_as_last_call(groups):
             for launch in self._launches:
                 self._send_numbers(launch, groups)
@@ -222,10 +222,15 @@ def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _kinds(groups: Sequence[StepGroup], addresses: Sequence[Addresses]) -> list[Kind]:
+def _aligned(columns: Sequence[Sequence[int]]) -> list[bool]:
+    """Whether each tensor can be read in the widest words, and its gradient and its momentum too."""
+    if len(columns) == 2:  # as in most steps, many of which have gradients at other addresses
+        return [not (p | g) % WIDEST_LOAD for p, g in zip(*columns, strict=True)]
+    return [not any(address % WIDEST_LOAD for address in each) for each in zip(*columns, strict=True)]
+
+
+def _kinds(groups: Sequence[StepGroup], aligned: Sequence[bool]) -> list[Kind]:
     """The kind of every tensor."""
-    columns = [some.pointers for some in addresses if some.pointers]
-    aligned = [not any(address % WIDEST_LOAD for address in each) for each in zip(*columns, strict=True)]
     known: dict[tuple[object, ...], Kind] = {}
     kinds: list[Kind] = []
     for group in groups:
@@ -248,10 +253,12 @@ def _chunk_table(sizes: Sequence[int], kind: Kind) -> Tensor:
     """[tensor, number of the chunk in it] for every program."""
     block, count = kind.blocks
     programs = torch.tensor([-(-size // (block * count)) for size in sizes], dtype=torch.int64, device="cpu")
-    total = int(programs.sum())
     tensor = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), programs)
-    first = (programs.cumsum(0) - programs)[tensor]
-    return torch.stack([tensor, torch.arange(total, device="cpu") - first], dim=1).to(torch.int32)
+    number = torch.arange(len(tensor), device="cpu") - (programs.cumsum(0) - programs)[tensor]
+    table = torch.stack([tensor, number], dim=1).to(torch.int32)
+    # Those that are not full take longer, so they begin first.
+    full = (number + 1) * (block * count) <= torch.tensor(sizes, dtype=torch.int64, device="cpu")[tensor]
+    return torch.cat([table[~full], table[full]])
 
 
 def _tensor_table(launch: Launch, groups: Sequence[StepGroup], addresses: Sequence[Addresses]) -> Tensor:
@@ -261,9 +268,10 @@ def _tensor_table(launch: Launch, groups: Sequence[StepGroup], addresses: Sequen
         if some.pointers:
             table[column::TENSOR_COLUMNS] = [some.pointers[i] for i in launch.positions]
     table[3::TENSOR_COLUMNS] = launch.sizes
-    row = {key: i for i, key in enumerate(dict.fromkeys(_row_keys(launch, groups)))}
-    table[4::TENSOR_COLUMNS] = [row[key] for key in _row_keys(launch, groups)]
-    return torch.tensor(table, dtype=torch.int64, device="cpu")
+    keys = _row_keys(launch, groups)
+    row = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    table[4::TENSOR_COLUMNS] = [row[key] for key in keys]
+    return torch.frombuffer(array("q", table), dtype=torch.int64)
 
 
 def _row_keys(launch: Launch, groups: Sequence[StepGroup]) -> list[tuple[int, int]]:

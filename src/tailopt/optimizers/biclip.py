@@ -84,11 +84,12 @@ class BiClip(ClippingOptimizer):
         nonfinite: what a NaN or infinity in a gradient does. "propagate" (free): NaN goes into the parameter, an
             infinity counts as u. "skip": that tensor is left as it is and counted; "raise": FloatingPointError before
             anything moved. Both cost a read of the gradients; "raise" waits for the device, "skip" on a GPU copies the
-            parameters.
+            parameters, unless fused.
         statistics: count in the same pass: "counts" (thresholds hit, sum of squares, maximum), True (with a sampled
             histogram), "complete" (a histogram of every element, several times slower). See `statistics()`.
         maximize, foreach, capturable, differentiable, fused: as in torch. Without any of them the fastest kernel is
-            taken. `fused=True` (CPU) also takes the unscaling over from GradScaler.
+            taken. `fused=True` is the C kernel on the CPU and the Triton kernel on CUDA, which no device has run yet;
+            it also takes the unscaling over from GradScaler.
 
     Examples:
         >>> w = torch.nn.Parameter(torch.tensor([1.0, 1.0]))

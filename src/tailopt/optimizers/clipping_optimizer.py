@@ -6,6 +6,7 @@ There is no arithmetic here. A step gathers parameters and gradients, validates,
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -19,13 +20,11 @@ from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from tailopt.clipping.counts import Counts, StatisticsRecorder
 from tailopt.clipping.dispatch import first_choice
-from tailopt.clipping.dtensor import is_dtensor, local_pair
-from tailopt.clipping.kernels import triton
+from tailopt.clipping.dtensor import local_pair
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.norms import nonfinite
 from tailopt.clipping.operators import Number, check_kind, check_shape, check_thresholds, threshold_order
 from tailopt.clipping.step_cache import StepCache
-from tailopt.native.calls import DTYPES
 from tailopt.optimizers.groups import (
     CheckedGroups,
     Gathered,
@@ -33,6 +32,8 @@ from tailopt.optimizers.groups import (
     Group,
     GroupAndStep,
     ScopeOf,
+    check_capturable,
+    check_fused,
     shared_by_scope,
     skip_where,
 )
@@ -73,6 +74,7 @@ class ClippingOptimizer(Optimizer):
         self._recorder = StatisticsRecorder(self._statistics or "counts")
         self._step_cache = StepCache()
         self._look_cache = StepCache()
+        self._known_to_fuse: dict[int, Sequence[Tensor]] = {}  # by id of the group
         self._checked_groups = CheckedGroups(key for key in self.defaults if key != "params")
         self._violations: dict[torch.device, Tensor] = {}  # by device, counted where the thresholds are
         self._warned_of_decay = False
@@ -250,11 +252,20 @@ class ClippingOptimizer(Optimizer):
             step_counts: list[Tensor] = []
             self._init_group(group, params, grads, momenta, step_counts)
             if group["fused"]:
-                _check_fused(params, grads, type(self).__name__.lower())
+                self._check_fused(group, params, grads)
             if group["capturable"] and not tracing:
-                _check_capturable(params)
+                check_capturable(params)
             gathered.append(GatheredGroup(group, params, grads, momenta, step_counts, []))
         return gathered
+
+    def _check_fused(self, group: Group, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Raise for what `fused=True` cannot take; parameters that were looked at in the last step are not again."""
+        known = self._known_to_fuse.get(id(group), ())
+        if len(known) != len(params) or not all(map(operator.is_, known, params)):
+            check_fused(params)
+            self._known_to_fuse[id(group)] = params
+        if any(map(operator.attrgetter("is_sparse"), grads)):
+            raise RuntimeError(f"`_fused_{type(self).__name__.lower()}` does not support sparse gradients")
 
     def _warn_of_decay(self, group: Group) -> None:
         """Warn once of a decay that erases the weights or flips their signs; an lr on a device is not read."""
@@ -425,25 +436,3 @@ def _plain_value(value: Any) -> Any:
         # a numpy.float64 is a float too, and torch.load(weights_only=True) refuses it
         return float(value) if isinstance(value, float) else value
     return float(value) if hasattr(value, "__float__") else value
-
-
-def _check_fused(params: Sequence[Tensor], grads: Sequence[Tensor], name: str) -> None:
-    for p in params:
-        device = (p.to_local() if is_dtensor(p) else p).device
-        missing = "" if device.type == "cpu" else triton.why_missing(device)
-        if missing or p.dtype not in DTYPES:
-            raise RuntimeError(
-                "`fused=True` requires all the params to be floating point Tensors of supported devices: "
-                f"['cpu', 'cuda'] but got {p.dtype} on {device.type}{missing and ': '}{missing}. Leave `fused` unset."
-            )
-    if any(g.is_sparse for g in grads):
-        raise RuntimeError(f"`_fused_{name}` does not support sparse gradients")
-
-
-def _check_capturable(params: Sequence[Tensor]) -> None:
-    from torch.optim.optimizer import _get_capturable_supported_devices
-
-    devices = _get_capturable_supported_devices()
-    if not all(p.device.type in devices for p in params):
-        used = sorted({p.device.type for p in params})
-        raise AssertionError(f"If capturable=True, params must be on supported devices: {devices}, not on {used}.")

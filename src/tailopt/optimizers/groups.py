@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tailopt.clipping.dtensor import is_dtensor
+from tailopt.clipping.kernels import triton
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.reference import StepHyperparameters
+from tailopt.native.calls import DTYPES
 
 Group = dict[str, Any]
 GroupAndStep = tuple[Group, StepGroup]
@@ -81,3 +84,25 @@ def shared_by_scope(bad: Tensor, scopes: Sequence[int]) -> Tensor:
     for scope, verdict in zip(scopes, each, strict=True):
         of_scope[scope] = of_scope[scope] | verdict if scope in of_scope else verdict
     return torch.stack([of_scope[scope] for scope in scopes])
+
+
+def check_fused(params: Sequence[Tensor]) -> None:
+    """Raise for parameters that `fused=True` cannot take."""
+    for p in params:
+        device = (p.to_local() if is_dtensor(p) else p).device
+        missing = "" if device.type == "cpu" else triton.why_missing(device)
+        if missing or p.dtype not in DTYPES:
+            raise RuntimeError(
+                "`fused=True` requires all the params to be floating point Tensors of supported devices: "
+                f"['cpu', 'cuda'] but got {p.dtype} on {device.type}{missing and ': '}{missing}. Leave `fused` unset."
+            )
+
+
+def check_capturable(params: Sequence[Tensor]) -> None:
+    """Raise for parameters on devices whose work cannot be captured in a graph."""
+    from torch.optim.optimizer import _get_capturable_supported_devices
+
+    devices = _get_capturable_supported_devices()
+    if not all(p.device.type in devices for p in params):
+        used = sorted({p.device.type for p in params})
+        raise AssertionError(f"If capturable=True, params must be on supported devices: {devices}, not on {used}.")
