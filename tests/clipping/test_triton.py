@@ -10,6 +10,7 @@ import gc
 import math
 import os
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch import Tensor
 
 import tailopt
 from tailopt.clipping import launch_tables, reference
+from tailopt.clipping.counts import StatisticsRecorder
 from tailopt.clipping.dispatch import KERNELS, update, which
 from tailopt.clipping.kernels import triton
 from tailopt.clipping.kernels.kernel import StepGroup
@@ -187,6 +189,33 @@ def test_what_has_not_changed_is_not_sent_again() -> None:
     assert sent(params[1:], unaligned, hparams) == 3  # the chunks are the same
 
 
+def test_no_step_relies_on_what_a_captured_one_has_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It arrives when the graph is replayed; a table that a graph reads is not given back."""
+    cache, hparams = StepCache(), HPARAMS["plain"]
+    params, static = [torch.zeros(2100)], [special(2100, torch.float32, 1)]
+    tables = cache.launch_tables
+
+    def sent(grads: list[Tensor], capturing: bool, lr: float = 0.01) -> int:
+        before = tables._staging.sent
+        monkeypatch.setattr(launch_tables, "_is_capturing", lambda: capturing)
+        update([StepGroup(params, grads, hparams._replace(lr=lr))], "triton", cache)
+        return tables._staging.sent - before
+
+    assert sent(static, False) == 4
+    kept = len(launch_tables._captured)
+    assert sent(static, True) == 0  # the tables are on the device already
+    assert launch_tables._captured[kept][2] is tables._launches[0].tensors
+    other = [g.clone() for g in static]
+    own = tables._launches[0].tensors, tables._launches[0].rows
+    for _ in range(2):
+        assert sent(other, True, lr=0.5) == 2
+        assert launch_tables._captured[-1][2] is not own[0]
+    assert (tables._launches[0].tensors, tables._launches[0].rows) == own
+    assert sent(other, False, lr=0.5) == 2
+    assert sent(other, False, lr=0.5) == 0
+    assert sent(other, True, lr=0.5) == 0
+
+
 CHANGES = ["nothing", "memory", "dtype", "list", "lr", "tensor lr", "kind", "split", "decay", "other kernel"]
 
 
@@ -238,6 +267,50 @@ def test_a_skipped_tensor_keeps_its_bits_and_its_momentum() -> None:
     assert [p[-1].item() for p in params] == [0.5, 1.0, 0.5] and momenta[0][-1] == 1.0
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernel", ["triton", None, "single"])
+def test_blank_parameters_are_filled_with_the_clipped_gradient(kernel: str | None, dtype: torch.dtype) -> None:
+    """By a step of lr = -1 from -0, whatever the memory held: the kernel does not read it."""
+    for how in ("plain", "dead zone", "zero", "maximize"):
+        hparams = HPARAMS[how]._replace(lr=-1.0)
+        grads = [special(n, dtype, n) for n in (0, 3, 700, 2500)]
+        params = [torch.full_like(g, math.nan) for g in grads]
+        update([StepGroup(params, grads, hparams, blank=True)], kernel, StepCache())
+        for p, g in zip(params, grads, strict=True):
+            clip = hparams.clip
+            want = tailopt.biclip(-g if hparams.maximize else g, clip.u, clip.d, clip.dead_zone)
+            assert same_bits(p, want)
+
+
+@pytest.mark.parametrize("dtypes", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}".replace("torch.", ""))
+def test_counts_as_the_other_kernels(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """Over several steps, with a list that changes in between; squares to 1e-12 and the same in every run."""
+    sizes = [0, 3, 511, 513, 2500, 5000]
+    seen = []
+    for kernel in ("single", "triton", "triton"):
+        recorder, cache = StatisticsRecorder("counts"), StepCache()
+        for k in range(4):
+            slots = list(range(len(sizes))) if k < 3 else [5, 2]
+            params = [torch.zeros(sizes[i], dtype=dtypes[0]) for i in slots]
+            grads = [special(sizes[i], dtypes[1], i + k) for i in slots]
+            recorder.begin_pass(len(sizes))
+            update([StepGroup(params, grads, HPARAMS["dead zone"], slots)], kernel, cache, recorder)
+        seen.append((recorder.take(len(sizes)), recorder.take(len(sizes))))
+    (wanted, nothing), (found, later), (again, _) = seen
+    assert found == again and later == nothing
+    for a, b in zip(wanted, found, strict=True):
+        assert replace(a, squares=0.0) == replace(b, squares=0.0)
+        assert a.squares == pytest.approx(b.squares, rel=1e-12)
+
+
+def test_a_skipped_tensor_is_not_counted() -> None:
+    recorder = StatisticsRecorder("counts")
+    group = StepGroup([torch.zeros(5), torch.zeros(5)], [torch.ones(5)] * 2, HPARAMS["plain"], [0, 1])
+    recorder.begin_pass(2)
+    update([group._replace(skips=torch.tensor([True, False]))], "triton", StepCache(), recorder)
+    assert [counts.elements for counts in recorder.take(2)] == [0, 5]
+
+
 def test_skips_with_tensors_without_elements_and_other_groups() -> None:
     hparams, cache = StepHyperparameters(ClipByValue(0.5, 0.0), 1.0), StepCache()
     sizes = [[0, 3, 2100], [5], [0, 7]]
@@ -262,6 +335,10 @@ def test_a_look_at_gradients_finds_the_largest_and_what_is_not_finite(dtype: tor
         assert seen[0] == finite.abs().max() and seen[0].dtype == torch.float64
         assert seen[1].tolist() == [int((~g.isfinite()).sum()) for g in grads]
         grads = [g.clone() * 0.5 for g in grads]
+        squares = triton.sum_of_squares([torch.where(g.isfinite(), g, 0) for g in grads], StepCache())
+        wanted = sum(float((g[g.isfinite()].double() ** 2).sum()) for g in grads)
+        assert (squares is None) == (dtype == torch.float64)
+        assert squares is None or float(squares) == pytest.approx(wanted, rel=1e-12)
     assert triton.look([grads[1].to_sparse()], StepCache()) is None
 
 
@@ -275,7 +352,7 @@ def test_numbers_that_only_the_device_knows_are_rounded_as_in_the_reference(dtyp
         (launch_tables.LIMIT, 0.1),
     ]
     scalars = [Scalar(i, v, how, x) for i, (v, (how, x)) in enumerate((v, h) for v in values for h in hows)]
-    count, compute = len(scalars), triton._type(dtype)
+    count, compute = len(scalars), triton.triton_type(dtype)
     numbers = torch.tensor([0.0] * count + [s.operand for s in scalars], dtype=torch.float64).to(dtype)
     sources = torch.tensor(launch_tables._addresses_of(scalars))
     triton.programs().scalar_programs[(count,)](sources, numbers[count:], numbers, COMPUTE=compute)
@@ -298,21 +375,21 @@ def test_a_tensor_of_more_than_2_31_elements_is_walked_with_64_bits() -> None:
     chunk = 2**21 + 3
     start = chunk * 2048 * 4
     sizes = chunk * 2048 + 1000
-    tensors = torch.tensor([p.data_ptr() - start, g.data_ptr() - start, 0, sizes, 0])
+    tensors = torch.tensor([p.data_ptr() - start, g.data_ptr() - start, 0, sizes, 0, 0])
     rows = torch.tensor([-1.0, 1.0, 1.0, 1.0, 0.0, 0.0] + [1.0] * 7)
     f32 = tl.float32
     triton.programs().step_programs[(1,)](
         tensors,
         torch.tensor([0, chunk], dtype=torch.int32),
         rows,
-        tensors,
-        *(f32, f32, f32, f32, False, False, True, False, 2048, 1),
+        *(tensors, tensors, rows),
+        *(f32, f32, f32, f32, False, False, True, False, False, False, 2048, 1),
     )
     assert torch.equal(p, torch.cat([torch.full((1000,), 0.75), torch.ones(1048)]))
 
 
 def test_chunks_cover_every_element_once_and_those_that_are_not_full_come_first() -> None:
-    kind = Kind(torch.device("cpu"), torch.float32, torch.float32, None, False, False, True)
+    kind = Kind(torch.device("cpu"), torch.float32, torch.float32, None, False, False, False, True)
     table = launch_tables._chunk_table([1, 2048, 2049, 5000], kind)
     assert table.tolist() == [[0, 0], [2, 1], [3, 2], [1, 0], [2, 0], [3, 0], [3, 1]]
 
@@ -393,6 +470,27 @@ def test_policies_as_by_the_c_kernel(settings: dict, monkeypatch: pytest.MonkeyP
         skipped = [c.skipped for c in opt.statistics().values()] if settings == {"nonfinite": "skip"} else []
         results.append((params, skipped))
     assert all(map(same_bits, results[0][0], results[1][0])) and results[0][1] == results[1][1]
+
+
+@pytest.mark.parametrize("settings", [{}, {"nonfinite": "skip"}, {"scope": "tensor"}, {"weight_decay": 0.1}], ids=str)
+def test_l2clip_as_by_the_c_kernel(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm to 1e-12 in fp64, so its quotients in fp32 to an ulp."""
+    from tailopt.clipping import dispatch
+
+    results = []
+    for kernels in (dispatch.FUSED["cpu"], ("triton",)):
+        monkeypatch.setitem(dispatch.FUSED, "cpu", kernels)
+        params = [torch.nn.Parameter(torch.ones(n)) for n in (3, 0, 2100)]
+        opt = tailopt.L2Clip(params, 0.1, 0.5, 0.1, fused=True, **settings)
+        for k in range(3):
+            for i, p in enumerate(params):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i + k))
+            if k == 1 and "nonfinite" in settings:
+                params[2].grad[7] = math.inf
+            opt.step()
+        results.append(params)
+    for p, q in zip(*results, strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-6, atol=1e-7)
 
 
 def test_the_optimizer_with_momentum_and_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: `make in
 tl = pytest.importorskip("triton.language")
 
 HOPPER = ("cuda", 90, 32)
-STEP = {"RESCALES": False, "MOMENTUM": False, "ALIGNED": True, "SKIPS": False}
+STEP = {"RESCALES": False, "MOMENTUM": False, "ALIGNED": True, "SKIPS": False, "BLANK": False, "COUNTS": False}
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {"P": "float32", "G": "float32"},
     "fp64": {"P": "float64", "G": "float64", "COMPUTE": "float64", "BLOCK": 1024},
@@ -31,9 +31,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "fp64, momentum": {"P": "float64", "G": "float64", "COMPUTE": "float64", "BLOCK": 1024, "MOMENTUM": True},
     "bf16, momentum in bf16": {"P": "bfloat16", "G": "bfloat16", "M": "bfloat16", "BLOCK": 1024, "MOMENTUM": True},
     "fp32, rescaled": {"P": "float32", "G": "float32", "RESCALES": True},
+    "fp32, blank": {"P": "float32", "G": "float32", "BLANK": True},
     "bf16, unaligned": {"P": "bfloat16", "G": "bfloat16", "BLOCKS": 2, "ALIGNED": False},
 }
 MOST_REGISTERS = 64  # with 60 and more per thread, bf16 was slower on an H200
+MOST_WITH_COUNTS = 96
 
 
 def compiled(name: str, pointers: dict[str, str], constants: dict[str, Any]) -> Any:
@@ -60,7 +62,7 @@ def step(kind: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     if constants["COMPUTE"] == "float64":
         constants["M"] = "float64"
     rows = "*fp64" if constants["COMPUTE"] == "float64" else "*fp32"
-    pointers = {"tensors": "*i64", "chunks": "*i32", "rows": rows, "skips": "*u8"}
+    pointers = {"tensors": "*i64", "chunks": "*i32", "rows": rows, "skips": "*u8", "counts": "*i64", "sums": "*fp64"}
     return compiled("step_programs", pointers, constants), constants
 
 
@@ -76,7 +78,8 @@ def test_rounds_each_operation_once_and_keeps_denormals(name: str) -> None:
     wide = "f64" if constants["COMPUTE"] == "float64" else "f32"
     elements = constants["BLOCK"] * constants["BLOCKS"] // 128 + 4
     assert "ftz" not in kernel.asm["ptx"] and ".approx" not in kernel.asm["ptx"] and ".full" not in kernel.asm["ptx"]
-    assert found[f"fma.rn.{wide}"] == elements * (2 if constants["MOMENTUM"] else 1)
+    fused = constants["MOMENTUM"] + (not constants["BLANK"])  # the compiler knows that adding -0 changes nothing
+    assert found[f"fma.rn.{wide}"] == elements * fused
     divisions = elements * (constants["MOMENTUM"] + constants["RESCALES"])
     assert found[f"div.rn.{wide}"] == divisions
     assert not [i for i in found if re.match(r"(mul|add|sub|fma)\.f", i)]  # without .rn, ptxas may fuse them
@@ -91,26 +94,33 @@ def test_reads_in_the_widest_words_where_addresses_allow(name: str) -> None:
     found = instructions(kernel)
     wide = sum(n for i, n in found.items() if i in ("ld.global.v4.b32", "ld.global.v2.b64"))
     sizes = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-    tensors = [constants["P"], constants["G"], *([constants["M"]] if constants["MOMENTUM"] else [])]
+    used = {"P": not constants["BLANK"], "G": True, "M": constants["MOMENTUM"]}
+    tensors = [constants[name] for name, read in used.items() if read]
     words = sum(constants["BLOCK"] * constants["BLOCKS"] * sizes[t] // 16 // 128 for t in tensors)
     assert wide == (words if constants["ALIGNED"] else 0)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, "fp32, counts", "bf16, counts"])
 def test_needs_few_registers(name: str, tmp_path: Path) -> None:
-    kernel, _ = step(KINDS[name])
+    plain = name.removesuffix(", counts")
+    kernel, _ = step({**KINDS[plain], "COUNTS": plain != name})
     file = tmp_path / "kernel.cubin"
     file.write_bytes(kernel.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     usage = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, timeout=60, check=True)
     (registers,) = re.findall(r"step_programs.*?REG:(\d+) STACK:0", usage.stdout, flags=re.DOTALL)
-    assert int(registers) <= MOST_REGISTERS
+    assert int(registers) <= (MOST_REGISTERS if plain == name else MOST_WITH_COUNTS)
 
 
 def test_the_other_programs_compile_too() -> None:
     pointers = {"tensors": "*i64", "chunks": "*i32", "largest": "*fp32", "nonfinite": "*i64"}
     constants = {"G": "bfloat16", "COMPUTE": "float32", "ALIGNED": True, "BLOCK": 2048, "BLOCKS": 2}
     assert instructions(compiled("look_programs", pointers, constants))["ld.global.v4.b32"] == 4
+    pointers = dict.fromkeys(("counts", "tensors", "slots", "integers"), "*i64") | {"sums": "*fp64", "reals": "*fp64"}
+    assert "atom" not in compiled("sum_programs", pointers, {"COLUMNS": 7, "WIDTH": 256}).asm["ptx"]
+    pointers = {"tensors": "*i64", "chunks": "*i32", "sums": "*fp64"}
+    constants = {"G": "float32", "ALIGNED": True, "BLOCK": 2048, "BLOCKS": 1}
+    assert instructions(compiled("square_programs", pointers, constants))["ld.global.v4.b32"] == 4
     for wide, name in (("float32", "*fp32"), ("float64", "*fp64")):
         pointers = {"sources": "*i64", "operands": name, "rows": name}
         found = instructions(compiled("scalar_programs", pointers, {"COMPUTE": wide}))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from tailopt.clipping.operators import check_thresholds, compute_dtype, real_par
 from tailopt.native.calls import DTYPES, addresses, dtype_codes, sizes
 from tailopt.native.clip import NO_MOMENTUM, Counters, StepTable, TensorTable
 from tailopt.native.library import loaded
+
+if TYPE_CHECKING:
+    from tailopt.clipping.kernels.triton_counts import PartialCounts
 
 COMPLETE_BELOW = 65_536  # every element of a smaller tensor enters a histogram
 STRIDE = 32  # of a larger tensor, one cache line in so many
@@ -344,6 +348,7 @@ class StatisticsRecorder:
         self._passes = 0  # moves the sampled line; kept with the statistics, so that runs repeat
         self._counters: dict[torch.device, Counters] = {}
         self._skipped: dict[torch.device, Tensor] = {}
+        self._partial: list[PartialCounts] = []
 
     def begin_pass(self, n_slots: int) -> None:
         """Prepare for the counts of one more step over so many parameters."""
@@ -365,6 +370,13 @@ class StatisticsRecorder:
         counters.sample_offset = -1 if self.mode == "complete" else (self._passes - 1) % STRIDE
         return counters
 
+    def count_by(self, partial: Sequence[PartialCounts]) -> None:
+        """From now on these are counted into; what others have counted is added to the counters."""
+        for one in self._partial:
+            if one not in partial:
+                one.add_to(self.counters(one.device))
+        self._partial = list(partial)
+
     def skip(self, slots: Sequence[int], n_slots: int, verdicts: Tensor) -> None:
         """Count a skipped step where a verdict is true: bools on their device, one for each slot."""
         counter = self._skipped.get(verdicts.device)
@@ -382,6 +394,8 @@ class StatisticsRecorder:
     def take(self, n_slots: int) -> list[Counts]:
         """Everything counted since the last call, slot by slot; the counters start again at zero."""
         total = [Counts()] * n_slots
+        for one in self._partial:
+            one.add_to(self.counters(one.device))
         for counters in self._counters.values():
             for i, counts in enumerate(read(counters)):
                 total[i] = total[i] + counts

@@ -106,8 +106,20 @@ def update(
         recorder: counts what the step clips; the groups have slots then.
     """
     # Almost every step ends here: if one kernel takes all tensors, nothing looks at them one by one.
-    if _take_whole(groups, kernel, cache, recorder):
-        return
+    first = next((p for group in groups for p in group.params), None)
+    name = first_choice(first.device, kernel) if first is not None else "c"
+    if name in ("c", "triton"):
+        cache = cache if cache is not None else StepCache(reused=False)
+        if name == "triton" and triton.can_count(recorder) and triton.takes_all(groups, cache):
+            triton.run(groups, cache, recorder)
+            return
+    _fill_blanks(groups)
+    if name == "c" and cache is not None and _c_takes_all(groups, cache):
+        if library.loaded() is not None:
+            c.run(groups, cache, recorder)
+            return
+        if kernel != "c":
+            _warn_once_of_missing_kernel()
     _check_tensors(groups)
     saved = _saved(groups)
     by_kernel: dict[str, list[StepGroup]] = {}
@@ -133,30 +145,17 @@ def update(
         tensor.copy_(torch.where(verdict, before, tensor))
 
 
-def _take_whole(
-    groups: Sequence[StepGroup], kernel: str | None, cache: StepCache | None, recorder: StatisticsRecorder | None
-) -> bool:
-    """Take the step if one kernel takes all tensors as they are; returns whether it did."""
-    first = next((p for group in groups for p in group.params), None)
-    name = first_choice(first.device, kernel) if first is not None else "c"
-    if name not in ("c", "triton"):
-        return False
-    cache = cache if cache is not None else StepCache(reused=False)
-    if name == "triton":
-        if recorder is not None or not triton.takes_all(groups, cache):
-            return False
-        triton.run(groups, cache)
-        return True
-    if not (cache.same_hparams_as_last_call(groups) or all(map(_is_scalar, groups))):
-        return False
-    if not cache.prepare(*joined(groups)):
-        return False
-    if library.loaded() is not None:
-        c.run(groups, cache, recorder)
-        return True
-    if kernel != "c":
-        _warn_once_of_missing_kernel()
-    return False
+def _c_takes_all(groups: Sequence[StepGroup], cache: StepCache) -> bool:
+    """Whether the C kernel can take every tensor of a step, if there is one; the cache is prepared for it then."""
+    scalar = cache.same_hparams_as_last_call(groups) or all(map(_is_scalar, groups))
+    return scalar and cache.prepare(*joined(groups))
+
+
+def _fill_blanks(groups: Sequence[StepGroup]) -> None:
+    """Put -0 into parameters that hold nothing yet: +0 would lose the sign of a zero."""
+    for group in groups:
+        for p in group.params if group.blank else ():
+            (torch.view_as_real(p) if p.is_complex() else p).fill_(-0.0)
 
 
 def _saved(groups: Sequence[StepGroup]) -> list[tuple[Tensor, Tensor, Tensor]]:

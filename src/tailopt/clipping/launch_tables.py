@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,9 +26,10 @@ from tailopt.clipping.operators import Number, compute_dtype
 from tailopt.clipping.reference import ClipByValue, ScaleToNorm, StepHyperparameters
 
 if TYPE_CHECKING:
+    from tailopt.clipping.kernels.triton_counts import PartialCounts
     from tailopt.clipping.step_cache import Addresses, StepCache
 
-TENSOR_COLUMNS = 5  # addresses of p, g and m, elements, row: as in triton_programs
+TENSOR_COLUMNS = 6  # addresses of p, g and m, elements, row, first program: as in triton_programs
 WIDEST_LOAD = 16  # bytes; a tensor at another address is read element by element
 # What a program does with a number that it fills in, as in triton_programs.
 COPY, NEGATED, DECAY, LIMIT = range(4)
@@ -43,6 +44,7 @@ class Kind(NamedTuple):
     momentum_dtype: torch.dtype | None
     rescales: bool  # by a norm, and not by value
     skips: bool  # some may have to stay as they are
+    blank: bool  # parameters hold nothing yet
     aligned: bool
 
     @property
@@ -90,8 +92,10 @@ class Launch:
     rows: Tensor  # with the operands of `sources` behind them
     sources: Tensor | None = None  # where numbers come from that only the device knows
     operands: int = 0  # where they begin in `rows`
+    first_programs: list[int] = field(default_factory=list)  # where the programs of each tensor begin
     made_of: tuple[bytes, list[int]] = (b"", [])  # what rows and sources were made of
     stream: int = 0  # the last one that read the tables
+    partial_counts: PartialCounts | None = None  # where its programs count
 
     def tables(self) -> list[Tensor]:
         """Its tables."""
@@ -160,7 +164,10 @@ class LaunchTables:
             places = self._staging.send(torch.tensor(positions, dtype=torch.int64, device="cpu"), kind.device)
             nothing = table.new_empty(0)
             own_groups = [group_of[i] for i in positions]
-            self._launches.append(Launch(kind, positions, own_groups, own_sizes, places, table, nothing, nothing))
+            each = programs_of(own_sizes, kind)
+            launch = Launch(kind, positions, own_groups, own_sizes, places, table, nothing, nothing)
+            launch.first_programs = (each.cumsum(0) - each).tolist()
+            self._launches.append(launch)
 
     def _send_numbers(self, launch: Launch, groups: Sequence[StepGroup]) -> None:
         """Send the rows if a number has changed, and the addresses of those on the device if one has."""
@@ -188,7 +195,8 @@ class Staging:
 
     def __init__(self) -> None:
         self._spares: list[Tensor] = []
-        self.sent = 0
+        self._reserved_at = 0
+        self.sent = 0  # tables
 
     def send(self, values: Tensor, device: torch.device) -> Tensor:
         """A table with these values on the device."""
@@ -212,14 +220,17 @@ class Staging:
 
     def reserve(self, launches: Sequence[Launch]) -> None:
         """Allocate what a step needs that is captured later."""
-        if len(self._spares) < self.SPARES and launches and launches[0].kind.device.type != "cpu":
-            size = max(t.numel() * t.element_size() for launch in launches for t in launch.tables()[2:])
-            while len(self._spares) < self.SPARES:
-                self._spares.append(torch.empty(max(size, 256), dtype=torch.uint8, device="cpu", pin_memory=True))
+        if self.sent == self._reserved_at or not launches or launches[0].kind.device.type == "cpu":
+            return
+        self._reserved_at = self.sent
+        size = max(256, *(t.numel() * t.element_size() for launch in launches for t in launch.tables()[2:]))
+        self._spares = [spare for spare in self._spares if spare.numel() >= size]
+        while len(self._spares) < self.SPARES:
+            self._spares.append(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True))
 
 
 def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _aligned(columns: Sequence[Sequence[int]]) -> list[bool]:
@@ -237,7 +248,7 @@ def _kinds(groups: Sequence[StepGroup], aligned: Sequence[bool]) -> list[Kind]:
         rescales, skips = isinstance(group.hparams.clip, ScaleToNorm), group.skips is not None
         for i, (p, g) in enumerate(zip(group.params, group.grads, strict=True)):
             momentum_dtype = group.momenta[i].dtype if group.momenta else None
-            key = (p.device, p.dtype, g.dtype, momentum_dtype, rescales, skips, aligned[len(kinds)])
+            key = (p.device, p.dtype, g.dtype, momentum_dtype, rescales, skips, group.blank, aligned[len(kinds)])
             if key not in known:
                 known[key] = Kind(*key)
             kinds.append(known[key])
@@ -249,10 +260,16 @@ def _chunk_key(kind: Kind, sizes: Sequence[int]) -> tuple[object, ...]:
     return kind.device, kind.blocks, tuple(sizes)
 
 
+def programs_of(sizes: Sequence[int], kind: Kind) -> Tensor:
+    """How many programs each tensor takes."""
+    block, count = kind.blocks
+    return torch.tensor([-(-size // (block * count)) for size in sizes], dtype=torch.int64, device="cpu")
+
+
 def _chunk_table(sizes: Sequence[int], kind: Kind) -> Tensor:
     """[tensor, number of the chunk in it] for every program."""
     block, count = kind.blocks
-    programs = torch.tensor([-(-size // (block * count)) for size in sizes], dtype=torch.int64, device="cpu")
+    programs = programs_of(sizes, kind)
     tensor = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), programs)
     number = torch.arange(len(tensor), device="cpu") - (programs.cumsum(0) - programs)[tensor]
     table = torch.stack([tensor, number], dim=1).to(torch.int32)
@@ -262,7 +279,7 @@ def _chunk_table(sizes: Sequence[int], kind: Kind) -> Tensor:
 
 
 def _tensor_table(launch: Launch, groups: Sequence[StepGroup], addresses: Sequence[Addresses]) -> Tensor:
-    """[address of p, of g, of m, elements, row] for every tensor."""
+    """[address of p, of g, of m, elements, row, first program] for every tensor."""
     table = [0] * (len(launch.positions) * TENSOR_COLUMNS)
     for column, some in enumerate(addresses):
         if some.pointers:
@@ -271,6 +288,7 @@ def _tensor_table(launch: Launch, groups: Sequence[StepGroup], addresses: Sequen
     keys = _row_keys(launch, groups)
     row = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     table[4::TENSOR_COLUMNS] = [row[key] for key in keys]
+    table[5::TENSOR_COLUMNS] = launch.first_programs
     return torch.frombuffer(array("q", table), dtype=torch.int64)
 
 

@@ -128,9 +128,21 @@ def _counted(grads: Sequence[Tensor]) -> Counters:
 
 
 def squares(
-    grads: Sequence[Tensor], owners: Sequence[Tensor], scopes: Sequence[int], n_scopes: int, traced: bool = False
+    grads: Sequence[Tensor],
+    owners: Sequence[Tensor],
+    scopes: Sequence[int],
+    n_scopes: int,
+    traced: bool = False,
+    look: StepCache | None = None,
 ) -> Tensor:
-    """[n_scopes, 2]: the sum of squares of every scope as a pair, over all shards; the arguments are `scalings`'s."""
+    """[n_scopes, 2]: the sum of squares of every scope as a pair, over all shards.
+
+    The arguments are those of `scalings`, and `look` as in `largest_gradient`.
+    """
+    if look is not None and not traced and n_scopes == 1 and not any(map(is_dtensor, owners)):
+        total = triton.sum_of_squares(grads, look)
+        if total is not None:
+            return torch.stack([torch.ones_like(total), torch.where(torch.isfinite(total), total, math.nan)])[None]
     on_cpu = not grads or grads[0].device.type == "cpu"
     pairs = _pairs_by_kernel(grads) if on_cpu and not traced else _pairs_by_torch(grads, traced)
     if n_scopes == 1 and not any(map(is_dtensor, owners)):  # the usual case; the rest is noticeable in a small step

@@ -34,6 +34,7 @@ class StepGroup(NamedTuple):
         step_counts: how many steps m of each parameter has taken, as 0-dim tensors that the caller adds to.
         corrections: 1 - beta^k of each parameter, where only the device knows k; else it is in `hparams`.
         skips: a bool for each parameter, on its device: true where it, its m and its count stay as they are.
+        blank: whether the parameters hold nothing yet; they step as if they were -0, and hold -lr * clip(g) then.
     """
 
     params: list[Tensor]
@@ -44,6 +45,7 @@ class StepGroup(NamedTuple):
     step_counts: Sequence[Tensor] = ()
     corrections: Sequence[Tensor] = ()
     skips: Tensor | None = None
+    blank: bool = False
 
     def only(self, positions: Sequence[int]) -> StepGroup:
         """Return the group with the parameters at these positions."""
@@ -54,7 +56,7 @@ class StepGroup(NamedTuple):
         tensors = some(self.params), some(self.grads)
         rest = some(self.slots), some(self.momenta), some(self.step_counts), some(self.corrections)
         skips = self.skips if self.skips is None else torch.stack([self.skips[i] for i in positions])
-        return StepGroup(*tensors, self.hparams, *rest, skips)
+        return StepGroup(*tensors, self.hparams, *rest, skips, self.blank)
 
 
 @dataclass(frozen=True)

@@ -7,60 +7,24 @@ it has the reference's bits under Triton's interpreter, and `dispatch` takes it 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import math
-import os
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tailopt.clipping.counts import is_gap_free
+from tailopt.clipping.counts import StatisticsRecorder, is_gap_free
 from tailopt.clipping.kernels.kernel import PLAIN_TYPES, StepGroup, has_dimensions, joined
+from tailopt.clipping.kernels.triton_counts import PartialCounts
+from tailopt.clipping.kernels.triton_runtime import programs, triton_type, why_missing
 from tailopt.clipping.launch_tables import Launch
 from tailopt.clipping.operators import is_transformed
 from tailopt.clipping.reference import ClipByValue, StepHyperparameters
 from tailopt.clipping.step_cache import StepCache
 
 TYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
-OLDEST = (8, 0)  # compute capability: bf16 arithmetic begins there
 WARPS = 4
-
-
-def why_missing(device: torch.device) -> str:
-    """Why the kernel cannot run on a device; empty if it can."""
-    if device.type == "cuda":
-        return _why_missing_on_cuda(device.index if device.index is not None else torch.cuda.current_device())
-    if device.type != "cpu" or os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
-        return f"it runs on CUDA devices, not on {device}"
-    return _why_not_imported()
-
-
-@functools.cache
-def _why_missing_on_cuda(index: int) -> str:
-    if torch.version.hip is not None:
-        return "it was never tried on an AMD GPU"
-    if torch.cuda.get_device_capability(index) < OLDEST:
-        return f"it needs a GPU of compute capability {OLDEST[0]}.{OLDEST[1]} or more"
-    return _why_not_imported()
-
-
-@functools.cache
-def _why_not_imported() -> str:
-    try:
-        programs()
-    except ImportError as error:
-        return f"Triton cannot be imported: {error}"
-    return ""
-
-
-@functools.cache
-def programs() -> ModuleType:
-    """The compiled part; Triton takes most of a second to import, so a CPU never imports it."""
-    return importlib.import_module("tailopt.clipping.kernels.triton_programs")
 
 
 def refuses(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> str:
@@ -133,8 +97,15 @@ def _takes_momentum(p: Tensor, m: Tensor) -> bool:
     return _types_go_together(p.dtype, m.dtype) and _lie_alike(p, m)
 
 
-def run(groups: Sequence[StepGroup], cache: StepCache | None = None) -> None:
-    """Step on all groups.
+def can_count(recorder: StatisticsRecorder | None) -> bool:
+    """Whether the kernel counts what this recorder wants: everything but histograms."""
+    return recorder is None or recorder.mode == "counts"
+
+
+def run(
+    groups: Sequence[StepGroup], cache: StepCache | None = None, recorder: StatisticsRecorder | None = None
+) -> None:
+    """Step on all groups, and count on the way if there is a recorder.
 
     cache: prepared for these groups by the caller; without one the tensors are looked at here.
     """
@@ -146,24 +117,33 @@ def run(groups: Sequence[StepGroup], cache: StepCache | None = None) -> None:
     if not cache.distinct:  # a parameter that is in the list twice takes one step after the other
         for group in groups:
             for i in range(len(group.params)):
-                run([group.only([i])])
+                run([group.only([i])], None, recorder)
         return
     cache.locate_gradients(grads)
     cache.locate_momenta(momenta)
     # The kernel writes past autograd: without this, a backward pass would use a saved tensor that has changed.
     torch.autograd.graph.increment_version(params)
-    for launch in cache.launch_tables.launches(groups, cache):
-        if launch.kind.device.type == "cpu":
-            _launch(launch, groups)
-            continue
-        with torch.cuda.device(launch.kind.device):
-            _follow_stream(launch)
-            _launch(launch, groups)
+    launches = cache.launch_tables.launches(groups, cache)
+    if recorder is not None:
+        recorder.count_by([_partial_counts(launch, groups) for launch in launches])
+    for launch in launches:
+        with _on_its_device(launch):
+            _launch(launch, groups, counts=recorder is not None)
 
 
-def _launch(launch: Launch, groups: Sequence[StepGroup]) -> None:
+def _partial_counts(launch: Launch, groups: Sequence[StepGroup]) -> PartialCounts:
+    """Where the programs of a launch count, with the slots of this step."""
+    every = [slot for group in groups for slot in group.slots]
+    slots = [every[i] for i in launch.positions]
+    if launch.partial_counts is None or launch.partial_counts.slots != slots:
+        launch.partial_counts = PartialCounts(launch, slots)
+    return launch.partial_counts
+
+
+def _launch(launch: Launch, groups: Sequence[StepGroup], counts: bool) -> None:
     triton, kind, rows = programs(), launch.kind, launch.rows
-    compute = _type(kind.compute_dtype)
+    partial = launch.partial_counts if counts else None
+    compute = triton_type(kind.compute_dtype)
     if launch.sources is not None:
         count = launch.sources.numel() // 4
         triton.scalar_programs[(count,)](
@@ -175,24 +155,23 @@ def _launch(launch: Launch, groups: Sequence[StepGroup]) -> None:
         launch.chunks,
         rows,
         _flags(launch, groups) if kind.skips else launch.tensors,
-        P=_type(kind.dtype),
-        G=_type(kind.grad_dtype),
-        M=_type(kind.momentum_dtype or kind.dtype),
+        partial.counts if partial is not None else launch.tensors,
+        partial.sums if partial is not None else rows,
+        P=triton_type(kind.dtype),
+        G=triton_type(kind.grad_dtype),
+        M=triton_type(kind.momentum_dtype or kind.dtype),
         COMPUTE=compute,
         RESCALES=kind.rescales,
         MOMENTUM=kind.momentum_dtype is not None,
         ALIGNED=kind.aligned,
         SKIPS=kind.skips,
+        BLANK=kind.blank,
+        COUNTS=partial is not None,
         BLOCK=block,
         BLOCKS=blocks,
         num_warps=WARPS,
         enable_fp_fusion=False,
     )
-
-
-@functools.cache
-def _type(dtype: torch.dtype) -> Any:
-    return getattr(programs().tl, str(dtype).removeprefix("torch."))
 
 
 def _flags(launch: Launch, groups: Sequence[StepGroup]) -> Tensor:
@@ -213,15 +192,15 @@ def look(grads: Sequence[Tensor], cache: StepCache) -> tuple[Tensor, Tensor] | N
 
     cache: kept between the steps.
     """
-    groups = [StepGroup(list(grads), list(grads), _LOOK)]
-    if not takes_all(groups, cache):
+    launches = _reading(grads, cache)
+    if launches is None:
         return None
-    cache.locate_gradients(list(grads))
     tops = [torch.zeros(1, dtype=torch.float64, device=grads[0].device)]
     counts: dict[int, Tensor] = {}
-    launches = cache.launch_tables.launches(groups, cache)
     for launch in launches:
-        top, count = _look(launch)
+        top = torch.empty(launch.chunks.shape[0], dtype=launch.kind.compute_dtype, device=launch.kind.device)
+        count = torch.zeros(len(launch.positions), dtype=torch.int64, device=launch.kind.device)
+        _read("look_programs", launch, top, count, COMPUTE=triton_type(launch.kind.compute_dtype))
         tops.append(top.amax().double().reshape(1))
         if len(launch.positions) == len(grads):
             return torch.cat(tops).amax(), count
@@ -230,37 +209,64 @@ def look(grads: Sequence[Tensor], cache: StepCache) -> tuple[Tensor, Tensor] | N
     return torch.cat(tops).amax(), torch.stack([counts.get(i, nothing) for i in range(len(grads))])
 
 
-_LOOK = StepHyperparameters(ClipByValue(math.inf, 0.0), lr=0.0)
+def sum_of_squares(grads: Sequence[Tensor], cache: StepCache) -> Tensor | None:
+    """The sum of squares of all gradients in float64, added in the same order in every run; as `look`.
+
+    None also for float64 gradients, whose squares may leave the range.
+    """
+    if any(g.dtype == torch.float64 for g in grads):
+        return None
+    launches = _reading(grads, cache)
+    if launches is None:
+        return None
+    total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
+    for launch in launches:
+        sums = torch.empty(launch.chunks.shape[0], dtype=torch.float64, device=launch.kind.device)
+        _read("square_programs", launch, sums)
+        total = total + sums.sum()
+    return total
 
 
-def _look(launch: Launch) -> tuple[Tensor, Tensor]:
-    """The largest magnitude that each program has seen, and how many elements of each tensor are not finite."""
-    kind, count = launch.kind, launch.chunks.shape[0]
-    largest = torch.empty(count, dtype=kind.compute_dtype, device=kind.device)
-    nonfinite = torch.zeros(len(launch.positions), dtype=torch.int64, device=kind.device)
+_LOOK = StepHyperparameters(ClipByValue(math.inf, 0.0), lr=0.0)  # the numbers of a pass that moves nothing
+
+
+def _reading(grads: Sequence[Tensor], cache: StepCache) -> list[Launch] | None:
+    """The launches of a pass that only reads gradients."""
+    groups = [StepGroup(list(grads), list(grads), _LOOK)]
+    if not takes_all(groups, cache):
+        return None
+    cache.locate_gradients(list(grads))
+    return cache.launch_tables.launches(groups, cache)
+
+
+def _read(name: str, launch: Launch, *results: Tensor, **constants: Any) -> None:
+    """Read the gradients of a launch."""
+    kind = launch.kind
     block, blocks = kind.blocks
-    with torch.cuda.device(kind.device) if kind.device.type == "cuda" else contextlib.nullcontext():
-        programs().look_programs[(count,)](
+    with _on_its_device(launch):
+        getattr(programs(), name)[(launch.chunks.shape[0],)](
             launch.tensors,
             launch.chunks,
-            largest,
-            nonfinite,
-            G=_type(kind.grad_dtype),
-            COMPUTE=_type(kind.compute_dtype),
+            *results,
+            G=triton_type(kind.grad_dtype),
             ALIGNED=kind.aligned,
             BLOCK=block,
             BLOCKS=blocks,
             num_warps=WARPS,
             enable_fp_fusion=False,
+            **constants,
         )
-    return largest, nonfinite
 
 
-def _follow_stream(launch: Launch) -> None:
-    """Keep the tables from being used again while a stream other than the one that made them still reads them."""
-    stream = torch.cuda.current_stream()
+def _on_its_device(launch: Launch) -> contextlib.AbstractContextManager[object]:
+    """A context in which programs go to the device of the launch, after its tables were told of the stream."""
+    if launch.kind.device.type == "cpu":
+        return contextlib.nullcontext()
+    stream = torch.cuda.current_stream(launch.kind.device)
     if stream.cuda_stream != launch.stream:
+        # no table is used again while a stream other than the one that made it still reads it
         if not torch.cuda.is_current_stream_capturing():  # tables of a graph are never given back
             for table in launch.tables():
                 table.record_stream(stream)
         launch.stream = stream.cuda_stream
+    return torch.cuda.device(launch.kind.device)

@@ -1,9 +1,9 @@
 """The programs of the Triton kernel: what one of its thousands of small programs does with its chunk of one tensor.
 
 A launch gets three tables. `chunks` holds a pair [tensor, number of the chunk in it] for every program; `tensors` holds
-[address of p, of g, of m, elements, row] for every tensor; `rows` holds the hyperparameters in the type of the
-arithmetic, in the order of `kernel.table_row`. So one launch serves tensors of many sizes and groups, and neither a
-schedule nor a gradient at another address compiles anything.
+[address of p, of g, of m, elements, row, first program] for every tensor; `rows` holds the hyperparameters in the type
+of the arithmetic, in the order of `kernel.table_row`. So one launch serves tensors of many sizes and groups, and
+neither a schedule nor a gradient at another address compiles anything.
 
 Each of these choices was measured on an H200. A program takes one or two blocks without a loop. A full chunk has no
 mask: one whose limit comes from memory makes every load scalar, for 1.4 times the time in fp32 and 3 times in bf16.
@@ -22,7 +22,7 @@ import triton.language as tl
 
 # Columns of `tensors`, and of `rows` (the order of `kernel.table_row`).
 TAIL = tl.constexpr(512)
-TENSOR_COLUMNS = tl.constexpr(5)
+TENSOR_COLUMNS = tl.constexpr(6)
 ROW_COLUMNS = tl.constexpr(13)
 
 COPY, NEGATED, DECAY, LIMIT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -34,6 +34,8 @@ def step_programs(
     chunks,
     rows,
     skips,
+    counts,
+    sums,
     P: tl.constexpr,
     G: tl.constexpr,
     M: tl.constexpr,
@@ -42,12 +44,15 @@ def step_programs(
     MOMENTUM: tl.constexpr,
     ALIGNED: tl.constexpr,
     SKIPS: tl.constexpr,
+    BLANK: tl.constexpr,
+    COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """p <- fma(-lr, clip(g), p * decay) in one chunk of one tensor; with momentum also m.
 
-    skips: a flag for every tensor that is to stay as it is, read where SKIPS.
+    skips: a flag for every tensor that is to stay as it is, read where SKIPS. BLANK: p holds nothing yet, and counts as
+    -0. counts, sums: what this program has counted so far, added to where COUNTS, as `Counters` has it.
     """
     entry = chunks + tl.program_id(0) * 2
     which = tl.load(entry)
@@ -73,28 +78,85 @@ def step_programs(
     m += start
     if SKIPS:
         left = tl.where(tl.load(skips + which) != 0, 0, left)
+    low = tl.sum(tl.zeros([TAIL], tl.int32), axis=0)  # two counts in one number
+    high, squares, top = low, low.to(tl.float64), low.to(COMPUTE)
     if left >= BLOCK * BLOCKS:
         for block in tl.static_range(BLOCKS):
-            offsets = block * BLOCK + tl.arange(0, BLOCK)
-            _step_block(p + offsets, g + offsets, m + offsets, None, step, mean, COMPUTE, RESCALES, MOMENTUM)
+            at = block * BLOCK + tl.arange(0, BLOCK)
+            x = _step_block(p + at, g + at, m + at, None, step, mean, COMPUTE, RESCALES, MOMENTUM, BLANK)
+            if COUNTS:
+                low, high, squares, top = _counted(x, None, step, low, high, squares, top)
     else:
         first = 0
         while first < left:
-            offsets = first + tl.arange(0, TAIL)
-            inside = offsets < left
-            _step_block(p + offsets, g + offsets, m + offsets, inside, step, mean, COMPUTE, RESCALES, MOMENTUM)
+            at = first + tl.arange(0, TAIL)
+            x = _step_block(p + at, g + at, m + at, at < left, step, mean, COMPUTE, RESCALES, MOMENTUM, BLANK)
+            if COUNTS:
+                low, high, squares, top = _counted(x, at < left, step, low, high, squares, top)
             first += TAIL
+    if COUNTS:  # noqa: SIM102 (Triton takes a constant and a condition apart)
+        if left > 0:
+            place = tl.load(tensor + 5) + tl.load(entry + 1)
+            _add(counts + place * 5, left)
+            _add(counts + place * 5 + 1, low & 0xFFFF)
+            _add(counts + place * 5 + 2, low >> 16)
+            _add(counts + place * 5 + 3, high & 0xFFFF)
+            _add(counts + place * 5 + 4, high >> 16)
+            _add(sums + place * 2, squares)
+            tl.store(sums + place * 2 + 1, tl.maximum(tl.load(sums + place * 2 + 1), top.to(tl.float64)))
 
 
 @triton.jit
-def _step_block(p, g, m, mask, step, mean, COMPUTE: tl.constexpr, RESCALES: tl.constexpr, MOMENTUM: tl.constexpr):
-    """One block of a chunk: the arithmetic of `reference.momentum` and `reference.step`.
+def _add(address, value):
+    tl.store(address, tl.load(address) + value)
+
+
+@triton.jit
+def _counted(x, mask, step, low, high, squares, top):
+    """What was counted so far and in this block: (zero, below), (above, not finite), squares and the maximum."""
+    u, d, dead_zone = step[3], step[4], step[5]
+    magnitude = tl.abs(x)
+    if mask is not None:
+        magnitude = tl.where(mask, magnitude, 0.0)
+    finite = magnitude < float("inf")
+    zero = magnitude <= dead_zone
+    below = (magnitude <= d) & (magnitude > dead_zone)
+    above = (magnitude >= u) & (magnitude > d) & (magnitude > dead_zone)
+    first = zero.to(tl.int32) + below.to(tl.int32) * 65536
+    second = above.to(tl.int32) + tl.where(finite, 0, 65536)
+    if mask is not None:
+        first = tl.where(mask, first, 0)
+        second = tl.where(mask, second, 0)
+    magnitude = tl.where(finite, magnitude, 0.0)
+    wide = magnitude.to(tl.float64)
+    low += tl.sum(first, axis=0)
+    high += tl.sum(second, axis=0)
+    return low, high, squares + tl.sum(wide * wide, axis=0), tl.maximum(top, tl.max(magnitude, axis=0))
+
+
+@triton.jit
+def _step_block(
+    p,
+    g,
+    m,
+    mask,
+    step,
+    mean,
+    COMPUTE: tl.constexpr,
+    RESCALES: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+    BLANK: tl.constexpr,
+):
+    """One block of a chunk: the arithmetic of `reference.momentum` and `reference.step`; returns what was clipped.
 
     p, g, m: pointers to its elements; step, mean: the numbers of the tensor's row.
     """
     negative_lr, decay, sign, first, second, third = step
-    old = tl.load(p, mask=mask).to(COMPUTE)
     x = tl.load(g, mask=mask).to(COMPUTE) * sign
+    if BLANK:
+        decayed = tl.zeros_like(x) * -1.0
+    else:
+        decayed = tl.load(p, mask=mask).to(COMPUTE) * decay
     if MOMENTUM:
         beta, rest, limit, correction = mean
         x = tl.where(x < -limit, limit * -1.0, x)  # NaN passes
@@ -113,8 +175,9 @@ def _step_block(p, g, m, mask, step, mean, COMPUTE: tl.constexpr, RESCALES: tl.c
         c = tl.where(x < 0, c * -1.0, c)
         unmoved = tl.where(x == x, 0.0, x)  # +0 for the dead zone and for zeros of both signs, NaN for NaN
         c = tl.where(magnitude > dead_zone, c, unmoved)
-    new = tl.fma(c, tl.zeros_like(c) + negative_lr, old * decay)
+    new = tl.fma(c, tl.zeros_like(c) + negative_lr, decayed)
     tl.store(p, new.to(p.dtype.element_ty), mask=mask)
+    return x
 
 
 @triton.jit
@@ -148,6 +211,31 @@ def scalar_programs(sources, operands, rows, COMPUTE: tl.constexpr):
     elif how == LIMIT:
         x = _divided(x, operand, COMPUTE)
     tl.store(rows + tl.load(source), x)
+
+
+@triton.jit
+def sum_programs(counts, sums, tensors, slots, integers, reals, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Add what the programs of one tensor have counted to its row of `Counters`, always in the same order."""
+    which = tl.program_id(0)
+    tensor = tensors + which * 2  # its first program, and how many it has
+    place, end = tl.load(tensor), tl.load(tensor) + tl.load(tensor + 1)
+    row = tl.load(slots + which) * COLUMNS
+    columns = tl.arange(0, 8)
+    total = tl.zeros([8], tl.int64)
+    squares = tl.zeros([WIDTH], tl.float64)
+    top = tl.zeros([WIDTH], tl.float64)
+    while place < end:
+        at = place + tl.arange(0, WIDTH)
+        cells = (at * 5)[:, None] + columns[None, :]
+        inside = (at < end)[:, None] & (columns < 5)[None, :]
+        total += tl.sum(tl.load(counts + cells, mask=inside, other=0), axis=0)
+        squares += tl.load(sums + at * 2, mask=at < end, other=0.0)
+        top = tl.maximum(top, tl.load(sums + at * 2 + 1, mask=at < end, other=0.0))
+        place += WIDTH
+    own = columns < 5
+    tl.store(integers + row + columns, tl.load(integers + row + columns, mask=own, other=0) + total, mask=own)
+    _add(reals + row + 5, tl.sum(squares, axis=0))
+    tl.store(reals + row + 6, tl.maximum(tl.load(reals + row + 6), tl.max(top, axis=0)))
 
 
 @triton.jit
@@ -200,3 +288,31 @@ def _seen(x, top, bad):
     finite = magnitude < float("inf")
     largest = tl.max(tl.where(finite, magnitude, 0.0), axis=0)
     return tl.maximum(top, largest), bad + tl.sum(tl.where(finite, 0, 1), axis=0)
+
+
+@triton.jit
+def square_programs(
+    tensors, chunks, sums, G: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """The sum of squares of a chunk of a gradient in fp64, one number for every program."""
+    entry = chunks + tl.program_id(0) * 2
+    start = tl.load(entry + 1).to(tl.int64) * (BLOCK * BLOCKS)
+    tensor = tensors + tl.load(entry) * TENSOR_COLUMNS
+    g = tl.load(tensor + 1).to(tl.pointer_type(G))
+    left = tl.minimum(tl.load(tensor + 3) - start, BLOCK * BLOCKS).to(tl.int32)
+    if ALIGNED:
+        g = tl.multiple_of(g, 16)
+    g += start
+    total = tl.sum(tl.zeros([TAIL], tl.float64), axis=0)
+    if left >= BLOCK * BLOCKS:
+        for block in tl.static_range(BLOCKS):
+            x = tl.load(g + block * BLOCK + tl.arange(0, BLOCK)).to(tl.float64)
+            total += tl.sum(x * x, axis=0)
+    else:
+        first = 0
+        while first < left:
+            offsets = first + tl.arange(0, TAIL)
+            x = tl.load(g + offsets, mask=offsets < left, other=0.0).to(tl.float64)
+            total += tl.sum(x * x, axis=0)
+            first += TAIL
+    tl.store(sums + tl.program_id(0), total)
