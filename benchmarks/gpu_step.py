@@ -209,6 +209,7 @@ ROWS: dict[str, Callable[[list[Tensor]], dict[str, Step]]] = {
     "host": lambda params: {k: s for k, s in step_row(params).items() if "floor" not in k},
     "memory": lambda params: {**policies_row(params), "BiClip, default": biclip(params, fused=None)},
 }
+COMPILING = "first steps, s"
 GRAPHS = {"step", "momentum", "mixed", "lr", "blocks", "l2clip"}  # rows that are also timed as replays
 
 
@@ -271,7 +272,7 @@ def measured(row: str, params: list[Tensor], trials: int) -> Iterator[dict[str, 
             yield {"name": name, "how": "failed", "value": f"{type(error).__name__}: {error}"}
             del steps[name]
             continue
-        yield {"name": name, "how": "first steps, s", "value": time.perf_counter() - began}
+        yield {"name": name, "how": COMPILING, "value": time.perf_counter() - began}
     if row == "memory":
         for name, step in steps.items():
             yield {"name": name, "how": "B per parameter", "value": extra_bytes(step, elements(params))}
@@ -310,18 +311,20 @@ def table(cells: list[dict[str, Any]]) -> str:
         values: dict[tuple[str, str], list[Any]] = {}
         for cell in own:
             values.setdefault((cell["how"], cell["name"]), []).append(cell["value"])
-        for (how, name), several in values.items():
+        names, hows = ([*dict.fromkeys(cell[key] for cell in own)] for key in ("name", "how"))
+        for how, name in sorted(values, key=lambda pair: (hows.index(pair[0]), names.index(pair[1]))):
+            several = values[how, name]
             if how.startswith("failed"):
                 lines.append(f"| {name} | {how} | {several[0].splitlines()[0][:200]} | | | | |")
                 continue
             middle = statistics.median(several)
-            best = [statistics.median(v) for (h, n), v in values.items() if h == how and "floor" in n]
-            peers = [[min(best)] if best else []]
-            peers += [values.get((how, peer), []) for peer in ("AdamW fused", "SGD foreach", "off")]
-            ratios = " | ".join(
-                f"{middle / statistics.median(p):.3f}" if p and statistics.median(p) else "" for p in peers
-            )
-            lines.append(f"| {name} | {how} | {middle:.4g} [{min(several):.4g}, {max(several):.4g}] | {ratios} |")
+            # compiling takes what it takes: there no ratio means anything
+            floor = [statistics.median(v) for (h, n), v in values.items() if h == how and "floor" in n]
+            peers = [values.get((how, peer), []) for peer in ("AdamW fused", "SGD foreach", "off")]
+            bases = [min(floor, default=0.0), *(statistics.median(p) if p else 0.0 for p in peers)]
+            ratios = [f"{middle / base:.3f}" if base and how != COMPILING else "" for base in bases]
+            spread = f"{middle:.4g} [{min(several):.4g}, {max(several):.4g}]"
+            lines.append(f"| {name} | {how} | {spread} | {' | '.join(ratios)} |")
     return "\n".join(lines[1:])
 
 
