@@ -6,6 +6,7 @@
     lr          a tensor lr on the device, eager and compiled
     momentum    BiClip with momentum 0.9, AdamW; the floor reads three numbers and writes two
     mixed       fp32 parameters with bf16 gradients
+    rounding    stochastic rounding against rounding to the nearest, for bf16
     policies    dead zones and policies for non-finite gradients, against BiClip without
     l2clip      L2Clip and clip_grad_norm_; the floor reads one gradient more
     clipped     Clipped(AdamW) against AdamW
@@ -122,6 +123,10 @@ def mixed_row(params: list[Tensor]) -> dict[str, Step]:
     return {**floors(count, params[0].dtype, torch.bfloat16), "kernel triton": by_kernel(params, grads)}
 
 
+def rounding_row(params: list[Tensor]) -> dict[str, Step]:
+    return {"off": biclip(params), "on": biclip(params, stochastic_rounding=0, capturable=False)}
+
+
 def policies_row(params: list[Tensor]) -> dict[str, Step]:
     return {
         "off": biclip(params),
@@ -200,6 +205,7 @@ ROWS: dict[str, Callable[[list[Tensor]], dict[str, Step]]] = {
     "step": step_row,
     "momentum": momentum_row,
     "mixed": mixed_row,
+    "rounding": rounding_row,
     "policies": policies_row,
     "lr": lr_row,
     "l2clip": l2clip_row,

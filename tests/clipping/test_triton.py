@@ -28,6 +28,7 @@ from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.launch_tables import Kind, Scalar
 from tailopt.clipping.reference import ClipByValue, Momentum, ScaleToNorm, StepHyperparameters
 from tailopt.clipping.step_cache import StepCache
+from tailopt.clipping.stochastic_rounding import StochasticRounding
 from tests.clipping.test_dispatch import HPARAMS, same_bits, special
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -311,6 +312,22 @@ def test_a_skipped_tensor_is_not_counted() -> None:
     assert [counts.elements for counts in recorder.take(2)] == [0, 5]
 
 
+def test_stochastic_rounding_as_in_the_reference() -> None:
+    """By every kernel that takes it, aligned and not, in memory order."""
+    hparams = HPARAMS["decay"]._replace(rounding=StochasticRounding(seed=5, step=3))
+    params = [special(n, torch.bfloat16, n) for n in (0, 1, 7, 513, 4097, 9000)]
+    grads = [special(p.numel(), torch.bfloat16, 2) for p in params]
+    for cut in (lambda x: x[1:], lambda x: x[1:].view(20, 30).t()):
+        params.append(cut(special(601, torch.bfloat16, 1)))
+        grads.append(cut(special(601, torch.bfloat16, 2)))
+    slots = list(range(3, 3 + len(params)))
+    for kernel in ("triton", "single"):
+        found = [p.clone(memory_format=torch.preserve_format) for p in params]
+        update([StepGroup(found, grads, hparams, slots)], kernel)
+        for p, g, after, slot in zip(params, grads, found, slots, strict=True):
+            assert same_bits(after, reference.step(p, g, hparams, slot)), (kernel, p.shape)
+
+
 def test_skips_with_tensors_without_elements_and_other_groups() -> None:
     hparams, cache = StepHyperparameters(ClipByValue(0.5, 0.0), 1.0), StepCache()
     sizes = [[0, 3, 2100], [5], [0, 7]]
@@ -375,21 +392,21 @@ def test_a_tensor_of_more_than_2_31_elements_is_walked_with_64_bits() -> None:
     chunk = 2**21 + 3
     start = chunk * 2048 * 4
     sizes = chunk * 2048 + 1000
-    tensors = torch.tensor([p.data_ptr() - start, g.data_ptr() - start, 0, sizes, 0, 0])
+    tensors = torch.tensor([p.data_ptr() - start, g.data_ptr() - start, 0, sizes, 0, 0, 0])
     rows = torch.tensor([-1.0, 1.0, 1.0, 1.0, 0.0, 0.0] + [1.0] * 7)
     f32 = tl.float32
     triton.programs().step_programs[(1,)](
         tensors,
         torch.tensor([0, chunk], dtype=torch.int32),
         rows,
-        *(tensors, tensors, rows),
-        *(f32, f32, f32, f32, False, False, True, False, False, False, 2048, 1),
+        *(tensors, tensors, tensors, rows),
+        *(f32, f32, f32, f32, False, False, True, False, False, False, False, 2048, 1),
     )
     assert torch.equal(p, torch.cat([torch.full((1000,), 0.75), torch.ones(1048)]))
 
 
 def test_chunks_cover_every_element_once_and_those_that_are_not_full_come_first() -> None:
-    kind = Kind(torch.device("cpu"), torch.float32, torch.float32, None, False, False, False, True)
+    kind = Kind(torch.device("cpu"), torch.float32, torch.float32, None, False, False, False, False, True)
     table = launch_tables._chunk_table([1, 2048, 2049, 5000], kind)
     assert table.tolist() == [[0, 0], [2, 1], [3, 2], [1, 0], [2, 0], [3, 0], [3, 1]]
 

@@ -20,7 +20,15 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: `make in
 tl = pytest.importorskip("triton.language")
 
 HOPPER = ("cuda", 90, 32)
-STEP = {"RESCALES": False, "MOMENTUM": False, "ALIGNED": True, "SKIPS": False, "BLANK": False, "COUNTS": False}
+STEP = {
+    "RESCALES": False,
+    "MOMENTUM": False,
+    "ALIGNED": True,
+    "SKIPS": False,
+    "BLANK": False,
+    "ROUNDS": False,
+    "COUNTS": False,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {"P": "float32", "G": "float32"},
     "fp64": {"P": "float64", "G": "float64", "COMPUTE": "float64", "BLOCK": 1024},
@@ -31,6 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "fp64, momentum": {"P": "float64", "G": "float64", "COMPUTE": "float64", "BLOCK": 1024, "MOMENTUM": True},
     "bf16, momentum in bf16": {"P": "bfloat16", "G": "bfloat16", "M": "bfloat16", "BLOCK": 1024, "MOMENTUM": True},
     "fp32, rescaled": {"P": "float32", "G": "float32", "RESCALES": True},
+    "bf16, stochastic": {"P": "bfloat16", "G": "bfloat16", "BLOCKS": 2, "ROUNDS": True},
     "fp32, blank": {"P": "float32", "G": "float32", "BLANK": True},
     "bf16, unaligned": {"P": "bfloat16", "G": "bfloat16", "BLOCKS": 2, "ALIGNED": False},
 }
@@ -62,7 +71,15 @@ def step(kind: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     if constants["COMPUTE"] == "float64":
         constants["M"] = "float64"
     rows = "*fp64" if constants["COMPUTE"] == "float64" else "*fp32"
-    pointers = {"tensors": "*i64", "chunks": "*i32", "rows": rows, "skips": "*u8", "counts": "*i64", "sums": "*fp64"}
+    pointers = {
+        "tensors": "*i64",
+        "chunks": "*i32",
+        "rows": rows,
+        "skips": "*u8",
+        "keys": "*i64",
+        "counts": "*i64",
+        "sums": "*fp64",
+    }
     return compiled("step_programs", pointers, constants), constants
 
 

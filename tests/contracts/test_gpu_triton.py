@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tailopt.clipping.kernels import triton
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.reference import ClipByValue, Momentum, StepHyperparameters
 from tailopt.clipping.step_cache import StepCache
+from tailopt.clipping.stochastic_rounding import StochasticRounding
 from tests.clipping.test_dispatch import HPARAMS, same_bits, special
 from tests.contracts.test_gpu import nothing_waits
 
@@ -136,6 +138,63 @@ def test_the_optimizer_has_the_bits_of_the_cpu_and_never_waits(name: str, dtype:
             torch.testing.assert_close(q.cpu(), p, rtol=1e-14, atol=1e-15)  # the device's own beta^k
         else:
             assert same_bits(q.cpu(), p)
+
+
+@pytest.mark.parametrize("kernel", ["triton", "single"])
+def test_stochastic_rounding_has_the_bits_of_the_reference(kernel: str) -> None:
+    hparams = HPARAMS["decay"]._replace(rounding=StochasticRounding(seed=2**40, step=3))
+    slots = list(range(7, 7 + len(SIZES)))
+    params, grads = ([special(n, torch.bfloat16, n + s) for n in SIZES] for s in (0, 1))
+    for offset in (0, 1):
+        found = [on_device(p, offset) for p in params]
+        with torch.no_grad():
+            KERNELS[kernel].run([StepGroup(found, [on_device(g, offset) for g in grads], hparams, slots)])
+        for p, g, after, slot in zip(params, grads, found, slots, strict=True):
+            assert same_bits(after.cpu(), reference.step(p, g, hparams, slot)), p.numel()
+
+
+def test_counts_are_those_of_the_cpu_and_the_same_in_every_run() -> None:
+    seen = []
+    for device in ("cpu", "cuda", "cuda"):
+        params = parameters(device, torch.float32)
+        opt = tailopt.BiClip(params, 0.03, 0.5, 0.1, statistics="counts", fused=True)
+        for k in range(4):
+            give_gradients(params, seed=k)
+            opt.step()
+        seen.append(list(opt.statistics().values()))
+    assert seen[1] == seen[2]
+    for a, b in zip(seen[0], seen[1], strict=True):
+        assert replace(a, squares=0.0) == replace(b, squares=0.0)
+        assert a.squares == pytest.approx(b.squares, rel=1e-12)
+
+
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_l2clip_is_that_of_the_cpu_and_never_waits(scope: str) -> None:
+    here, there = parameters("cpu", torch.float32), parameters("cuda", torch.float32)
+    opts = [tailopt.L2Clip(params, 0.1, 0.5, 0.1, scope=scope, fused=True) for params in (here, there)]
+    for k in range(4):
+        give_gradients(here, there, seed=k)
+        opts[0].step()
+        if k == 0:
+            opts[1].step()
+        else:
+            with nothing_waits():
+                opts[1].step()
+    for p, q in zip(here, there, strict=True):
+        torch.testing.assert_close(q.cpu(), p, rtol=1e-6, atol=1e-7)
+
+
+def test_clipped_copies_are_those_of_the_operator() -> None:
+    params, plain = parameters("cuda", torch.bfloat16), parameters("cuda", torch.bfloat16)
+    give_gradients(params, plain)
+    opt = tailopt.Clipped(torch.optim.AdamW(params, lr=0.1, fused=True), u=0.5, d=0.1)
+    inner = torch.optim.AdamW(plain, lr=0.1, fused=True)
+    for p in plain:
+        p.grad = tailopt.biclip(p.grad, 0.5, 0.1)
+    for _ in range(3):
+        opt.step()
+        inner.step()
+    assert all(map(same_bits, params, plain))
 
 
 def test_raise_waits_once_and_moves_nothing() -> None:

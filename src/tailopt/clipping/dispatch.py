@@ -135,10 +135,11 @@ def update(
             name = which(p_part, g_part, hparams, kernel).kernel.name
             parts = by_kernel.setdefault(name, [])
             if not parts or parts[-1].hparams is not hparams:
-                parts.append(StepGroup([], [], hparams))
+                parts.append(StepGroup([], [], hparams, []))
             for p_piece, g_piece in _pieces(p_part, g_part, hparams):
                 parts[-1].params.append(p_piece)
                 parts[-1].grads.append(g_piece)
+                parts[-1].slots.append(group.slots[i] if group.slots else 0)
     for name, parts in by_kernel.items():
         KERNELS[name].run(parts)
     for tensor, before, verdict in saved:
@@ -170,7 +171,7 @@ def _saved(groups: Sequence[StepGroup]) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def _is_scalar(group: StepGroup) -> bool:
-    return is_scalar(group.hparams) and not group.corrections
+    return is_scalar(group.hparams) and not group.corrections and group.hparams.rounding is None
 
 
 def _as_local_reals(group: StepGroup) -> StepGroup:
@@ -232,6 +233,7 @@ def _as_dense_local_reals(
 def _pieces(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> list[tuple[Tensor, Tensor]]:
     """A very large tensor in parts, so that intermediates stay small; whole if the step is traced or differentiated."""
     whole = p.numel() <= PIECE or torch.is_grad_enabled() or torch.compiler.is_compiling() or has_dimensions(hparams)
+    whole = whole or hparams.rounding is not None  # its random bits belong to places in the tensor
     if whole or g.layout != torch.strided or not (p.is_contiguous() and g.is_contiguous()):
         return [(p, g)]
     return list(zip(p.detach().view(-1).split(PIECE), g.detach().view(-1).split(PIECE), strict=True))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tailopt.clipping.kernels.triton_counts import PartialCounts
     from tailopt.clipping.step_cache import Addresses, StepCache
 
-TENSOR_COLUMNS = 6  # addresses of p, g and m, elements, row, first program: as in triton_programs
+TENSOR_COLUMNS = 7  # addresses of p, g and m, elements, row, first program, slot: as in triton_programs
 WIDEST_LOAD = 16  # bytes; a tensor at another address is read element by element
 # What a program does with a number that it fills in, as in triton_programs.
 COPY, NEGATED, DECAY, LIMIT = range(4)
@@ -45,6 +45,7 @@ class Kind(NamedTuple):
     rescales: bool  # by a norm, and not by value
     skips: bool  # some may have to stay as they are
     blank: bool  # parameters hold nothing yet
+    rounds: bool  # stochastically
     aligned: bool
 
     @property
@@ -90,6 +91,7 @@ class Launch:
     chunks: Tensor
     tensors: Tensor
     rows: Tensor  # with the operands of `sources` behind them
+    keys: Tensor | None = None  # of the random bits, two for every row
     sources: Tensor | None = None  # where numbers come from that only the device knows
     operands: int = 0  # where they begin in `rows`
     first_programs: list[int] = field(default_factory=list)  # where the programs of each tensor begin
@@ -99,7 +101,8 @@ class Launch:
 
     def tables(self) -> list[Tensor]:
         """Its tables."""
-        return [t for t in (self.places, self.chunks, self.tensors, self.rows, self.sources) if t is not None]
+        tables = self.places, self.chunks, self.tensors, self.rows, self.keys, self.sources
+        return [table for table in tables if table is not None]
 
 
 class LaunchTables:
@@ -132,9 +135,7 @@ class LaunchTables:
     def _update(self, groups: Sequence[StepGroup], cache: StepCache) -> None:
         """Send what has changed since the last step."""
         now = cache.param_addresses, cache.grad_addresses, cache.momentum_addresses
-        features = tuple(
-            (len(g.params), type(g.hparams.clip), g.skips is not None, bool(g.corrections)) for g in groups
-        )
+        features = tuple(map(_features, groups))
         known = bool(self._groups) and self._groups[0] is cache.sizes and self._groups[1] == features
         if not known or any(new is not old for new, old in zip(now, self._addresses, strict=True)):
             aligned = _aligned([some.pointers for some in now if some.pointers])
@@ -183,6 +184,10 @@ class LaunchTables:
             addresses = torch.tensor(made_of[1], dtype=torch.int64, device="cpu")
             launch.sources = self._staging.send(addresses, launch.kind.device) if scalars else None
         launch.made_of = made_of
+        if launch.kind.rounds:  # other ones in every step
+            keys = [groups[k].hparams.rounding for k, _ in dict.fromkeys(_row_keys(launch, groups))]
+            table = torch.tensor([key.keys() if key else (0, 0) for key in keys], dtype=torch.int64, device="cpu")
+            launch.keys = self._staging.send(table, launch.kind.device)
 
 
 _captured: list[list[Tensor]] = []
@@ -233,6 +238,13 @@ def _is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def _features(group: StepGroup) -> tuple[object, ...]:
+    """What the launches of a group depend on, beside its tensors."""
+    hparams, own_rows = group.hparams, bool(group.corrections)
+    flags = hparams.rounding is None, group.skips is None, group.blank, own_rows
+    return len(group.params), type(hparams.clip), flags, tuple(group.slots)
+
+
 def _aligned(columns: Sequence[Sequence[int]]) -> list[bool]:
     """Whether each tensor can be read in the widest words, and its gradient and its momentum too."""
     if len(columns) == 2:  # as in most steps, many of which have gradients at other addresses
@@ -248,7 +260,9 @@ def _kinds(groups: Sequence[StepGroup], aligned: Sequence[bool]) -> list[Kind]:
         rescales, skips = isinstance(group.hparams.clip, ScaleToNorm), group.skips is not None
         for i, (p, g) in enumerate(zip(group.params, group.grads, strict=True)):
             momentum_dtype = group.momenta[i].dtype if group.momenta else None
-            key = (p.device, p.dtype, g.dtype, momentum_dtype, rescales, skips, group.blank, aligned[len(kinds)])
+            rounds = group.hparams.rounding is not None and p.dtype == torch.bfloat16
+            features = rescales, skips, group.blank, rounds, aligned[len(kinds)]
+            key = (p.device, p.dtype, g.dtype, momentum_dtype, *features)
             if key not in known:
                 known[key] = Kind(*key)
             kinds.append(known[key])
@@ -279,7 +293,7 @@ def _chunk_table(sizes: Sequence[int], kind: Kind) -> Tensor:
 
 
 def _tensor_table(launch: Launch, groups: Sequence[StepGroup], addresses: Sequence[Addresses]) -> Tensor:
-    """[address of p, of g, of m, elements, row, first program] for every tensor."""
+    """[address of p, of g, of m, elements, row, first program, slot] for every tensor."""
     table = [0] * (len(launch.positions) * TENSOR_COLUMNS)
     for column, some in enumerate(addresses):
         if some.pointers:
@@ -289,6 +303,8 @@ def _tensor_table(launch: Launch, groups: Sequence[StepGroup], addresses: Sequen
     row = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     table[4::TENSOR_COLUMNS] = [row[key] for key in keys]
     table[5::TENSOR_COLUMNS] = launch.first_programs
+    slots = [slot for group in groups for slot in (group.slots or [0] * len(group.params))]
+    table[6::TENSOR_COLUMNS] = [slots[i] for i in launch.positions]
     return torch.frombuffer(array("q", table), dtype=torch.int64)
 
 

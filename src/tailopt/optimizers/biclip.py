@@ -17,7 +17,7 @@ from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.momentum import as_finite, check_momentum
 from tailopt.clipping.norms import auto_dead_zone, largest_gradient, root_mean_squares
 from tailopt.clipping.operators import Number, compute_dtype
-from tailopt.clipping.reference import ClipByValue, Momentum, StepHyperparameters
+from tailopt.clipping.reference import ClipByValue, StepHyperparameters
 from tailopt.clipping.step_cache import StepCache
 from tailopt.optimizers.auto_thresholds import (
     check_auto,
@@ -32,7 +32,16 @@ from tailopt.optimizers.auto_thresholds import (
 )
 from tailopt.optimizers.clipping_optimizer import ClippingOptimizer
 from tailopt.optimizers.exact_state import restore_exact_types
-from tailopt.optimizers.groups import Gathered, Group, GroupAndStep, ScopeOf
+from tailopt.optimizers.groups import (
+    Gathered,
+    Group,
+    GroupAndStep,
+    ScopeOf,
+    check_rounding,
+    count_rounding,
+    rounding_of,
+)
+from tailopt.optimizers.momentum_steps import by_step_count, momentum_numbers
 from tailopt.optimizers.threshold_warning import ThresholdCheck
 
 RELATIVE_LR = 3e-3  # of the RMS of a tensor
@@ -78,6 +87,10 @@ class BiClip(ClippingOptimizer):
         momentum: 0 <= momentum < 1, such as 0.9; 0 keeps no state. Thresholds and statistics refer to the mean.
         momentum_dtype: the type of m: by default fp32 (fp64 for fp64); torch.bfloat16 (2 bytes per parameter) or the
             parameter's own type.
+        stochastic_rounding: a seed, to round bf16 parameters up or down with probabilities that keep the mean: a step
+            of less than half a unit of a weight is then not lost. None: to the nearest. Repeatable, also after a
+            resume: the bits depend on the seed, the number of the step (`roundings` in the group) and the place. By
+            torch operations, or on CUDA with `fused=True` by the Triton kernel; not in compiled or captured steps.
         dead_zone: coordinates with |g| <= dead_zone stay unmoved. "auto": 4 * eps * max|g| over all parameters, for
             those whose true gradient is zero (a bias before BatchNorm), where d would make a full step of rounding
             noise; it costs a read of the gradients. It does not cure gradients computed wholly in bf16.
@@ -101,6 +114,7 @@ class BiClip(ClippingOptimizer):
     """
 
     optional = {**ClippingOptimizer.optional, "dead_zone": 0.0, "momentum": 0.0, "momentum_dtype": None}
+    optional |= {"stochastic_rounding": None}
     optional |= {"scale": "first", "relative": False, "thresholds": None, "calibration": None}
     not_counted = (
         "Nothing was counted: this BiClip was built with statistics=False. Build it with statistics=True (or "
@@ -119,6 +133,7 @@ class BiClip(ClippingOptimizer):
         weight_decay: float = 0.0,
         momentum: float = 0.0,
         momentum_dtype: torch.dtype | None = None,
+        stochastic_rounding: int | None = None,
         dead_zone: float | str = 0.0,
         nonfinite: str = "propagate",
         statistics: bool | str = False,
@@ -138,6 +153,7 @@ class BiClip(ClippingOptimizer):
             lr = 1e-2 if relative is False else RELATIVE_LR
         defaults: Group = {"lr": lr, "u": u, "d": d, "weight_decay": weight_decay}
         defaults |= {"momentum": momentum, "momentum_dtype": momentum_dtype}
+        defaults |= {"stochastic_rounding": stochastic_rounding}
         defaults |= {"scale": scale, "relative": relative, "thresholds": None, "calibration": None}
         defaults |= {"dead_zone": dead_zone, "nonfinite": nonfinite, "maximize": maximize, "foreach": foreach}
         defaults |= {"capturable": capturable, "differentiable": differentiable, "fused": fused}
@@ -154,6 +170,7 @@ class BiClip(ClippingOptimizer):
         dtype = group["momentum_dtype"]
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"Invalid momentum_dtype: {dtype!r}; need a floating torch.dtype, or None.")
+        check_rounding(group)
         if group["relative"] and not is_auto(group["u"]):
             raise ValueError(
                 f"Invalid relative: True with u={group['u']!r}; need u='auto', because the step of a tensor is then "
@@ -209,7 +226,8 @@ class BiClip(ClippingOptimizer):
         return super().lower_thresholds(group) + ([] if isinstance(dead_zone, str) else [("dead_zone", dead_zone)])
 
     def _batches(self, gathered: Gathered) -> tuple[list[GroupAndStep], ScopeOf]:
-        slot = self._slots() if self._statistics is not None else {}
+        rounds = any(group["stochastic_rounding"] is not None for group in self.param_groups)
+        slot = self._slots() if self._statistics is not None or rounds else {}
         top = None
         batches: list[GroupAndStep] = []
         for group, params, grads, momenta, step_counts, _ in gathered:
@@ -219,9 +237,12 @@ class BiClip(ClippingOptimizer):
             if calibrating and group["nonfinite"] == "propagate":
                 grads = [as_finite(g, m.dtype) for g, m in zip(grads, momenta, strict=True)]
             numbers_of_momenta = (
-                _momentum_numbers(group["momentum"], step_counts, clamps=not calibrating) if momenta else []
+                momentum_numbers(group["momentum"], step_counts, clamps=not calibrating) if momenta else []
             )
+            rounding = rounding_of(group, params)
             for positions, hparams in self._hparams_by_positions(group, params, top):
+                if rounding is not None:
+                    hparams = hparams._replace(rounding=rounding)
                 if positions is None and not momenta and not slot:
                     batches.append((group, StepGroup(params, grads, hparams)))
                     continue
@@ -233,7 +254,7 @@ class BiClip(ClippingOptimizer):
                     continue
                 chosen = range(len(params)) if positions is None else positions
                 of_batch = [momenta[i] for i in chosen], [step_counts[i] for i in chosen]
-                parts = _by_step_count(batch, *of_batch, [numbers_of_momenta[i] for i in chosen])
+                parts = by_step_count(batch, *of_batch, [numbers_of_momenta[i] for i in chosen])
                 batches += [(group, part) for part in parts]
         if not torch.compiler.is_compiling() and self._threshold_check.due():
             names = self.names()
@@ -250,6 +271,7 @@ class BiClip(ClippingOptimizer):
         return largest_gradient(local, owners, self._look(local))
 
     def _after_step(self, gathered: Gathered) -> None:
+        count_rounding(self.param_groups)
         for group in self.param_groups:
             if is_auto(group["u"]):
                 self._observe(gathered)
@@ -371,41 +393,6 @@ def _where_needed(state: dict[str, Any], p: Tensor, group: Group) -> Tensor:
         state["step"] = state["step"].to(device)
     step: Tensor = state["step"]
     return step
-
-
-def _momentum_numbers(beta: float, step_counts: Sequence[Tensor], clamps: bool) -> list[Momentum]:
-    """The numbers of the next step of every momentum: one object for all that have taken as many steps."""
-    if not step_counts:
-        return []
-    if torch.compiler.is_compiling():
-        return [Momentum(beta, 1 - beta ** (count.double() + 1), clamps) for count in step_counts]
-    if not all(count.is_cpu for count in step_counts):
-        corrections = 1 - beta ** (torch.stack(list(step_counts)).double() + 1)  # a few launches for all of them
-        return [Momentum(beta, correction, clamps) for correction in corrections.unbind()]
-    counts = torch.stack(list(step_counts)).tolist()
-    by_count = {k: Momentum.at(beta, int(k) + 1)._replace(clamps=clamps) for k in dict.fromkeys(counts)}
-    return [by_count[k] for k in counts]
-
-
-def _by_step_count(
-    batch: StepGroup, momenta: list[Tensor], step_counts: list[Tensor], each: Sequence[Momentum]
-) -> list[StepGroup]:
-    """The batch with its momenta, or several: one for each number of steps; one for all where the device knows it."""
-    params, grads, hparams, slots, *_ = batch
-    clip, lr, weight_decay, maximize, _ = hparams
-    if isinstance(each[0].correction, Tensor):
-        corrections = [one.correction for one in each if isinstance(one.correction, Tensor)]
-        hparams = StepHyperparameters(clip, lr, weight_decay, maximize, each[0]._replace(correction=1.0))
-        return [StepGroup(params, grads, hparams, slots, momenta, step_counts, corrections)]
-    if len(each) == 1 or all(one is each[0] for one in each):
-        hparams = StepHyperparameters(clip, lr, weight_decay, maximize, each[0])
-        return [StepGroup(params, grads, hparams, slots, momenta, step_counts)]
-    whole = StepGroup(params, grads, hparams, slots, momenta, step_counts)
-    result = []
-    for of_count in dict.fromkeys(each):
-        part = whole.only([i for i, other in enumerate(each) if other is of_count])
-        result.append(part._replace(hparams=StepHyperparameters(clip, lr, weight_decay, maximize, of_count)))
-    return result
 
 
 def _dead_zones(group: Group, params: Sequence[Tensor], top: Tensor | None) -> list[tuple[list[int] | None, Number]]:

@@ -29,7 +29,7 @@ class StepGroup(NamedTuple):
         params: the parameters.
         grads: their gradients.
         hparams: the hyperparameters of the step.
-        slots: the row of the counters that each of them has, for statistics.
+        slots: the number of each of them in its optimizer, for statistics and stochastic rounding.
         momenta: m of each parameter, where the step has momentum.
         step_counts: how many steps m of each parameter has taken, as 0-dim tensors that the caller adds to.
         corrections: 1 - beta^k of each parameter, where only the device knows k; else it is in `hparams`.
@@ -107,6 +107,8 @@ def refuses_flat(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> str:
         return f"it takes floating types, not {p.dtype}"
     if not is_scalar(hparams):
         return "thresholds or lr are tensors with dimensions, or not on the CPU"
+    if hparams.rounding is not None and p.dtype == torch.bfloat16:
+        return "it rounds to the nearest"
     if p.stride() != g.stride() or p.shape != g.shape or not (is_gap_free(p) and is_gap_free(g)):
         return "parameter and gradient lie differently in memory, have gaps, or are lazily negated"
     return ""
@@ -144,4 +146,4 @@ def on_device(hparams: StepHyperparameters, device: torch.device, dtype: torch.d
         return value.to(device=device, dtype=dtype)
 
     clip = type(hparams.clip)(*map(ready, hparams.clip))
-    return StepHyperparameters(clip, ready(hparams.lr), hparams.weight_decay, hparams.maximize, hparams.momentum)
+    return hparams._replace(clip=clip, lr=ready(hparams.lr))

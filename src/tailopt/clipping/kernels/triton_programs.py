@@ -1,8 +1,8 @@
 """The programs of the Triton kernel: what one of its thousands of small programs does with its chunk of one tensor.
 
 A launch gets three tables. `chunks` holds a pair [tensor, number of the chunk in it] for every program; `tensors` holds
-[address of p, of g, of m, elements, row, first program] for every tensor; `rows` holds the hyperparameters in the type
-of the arithmetic, in the order of `kernel.table_row`. So one launch serves tensors of many sizes and groups, and
+[address of p, of g, of m, elements, row, first program, slot] for every tensor; `rows` holds the hyperparameters in the
+type of the arithmetic, in the order of `kernel.table_row`. So one launch serves tensors of many sizes and groups, and
 neither a schedule nor a gradient at another address compiles anything.
 
 Each of these choices was measured on an H200. A program takes one or two blocks without a loop. A full chunk has no
@@ -22,7 +22,8 @@ import triton.language as tl
 
 # Columns of `tensors`, and of `rows` (the order of `kernel.table_row`).
 TAIL = tl.constexpr(512)
-TENSOR_COLUMNS = tl.constexpr(6)
+FIRST, SECOND = tl.constexpr(0x7FEB352D), tl.constexpr(0x846CA68B)  # as in stochastic_rounding
+TENSOR_COLUMNS = tl.constexpr(7)
 ROW_COLUMNS = tl.constexpr(13)
 
 COPY, NEGATED, DECAY, LIMIT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -34,6 +35,7 @@ def step_programs(
     chunks,
     rows,
     skips,
+    keys,
     counts,
     sums,
     P: tl.constexpr,
@@ -45,6 +47,7 @@ def step_programs(
     ALIGNED: tl.constexpr,
     SKIPS: tl.constexpr,
     BLANK: tl.constexpr,
+    ROUNDS: tl.constexpr,
     COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -52,7 +55,8 @@ def step_programs(
     """p <- fma(-lr, clip(g), p * decay) in one chunk of one tensor; with momentum also m.
 
     skips: a flag for every tensor that is to stay as it is, read where SKIPS. BLANK: p holds nothing yet, and counts as
-    -0. counts, sums: what this program has counted so far, added to where COUNTS, as `Counters` has it.
+    -0. keys: of the random bits of every row, read where ROUNDS (stochastically). counts, sums: what this program has
+    counted so far, added to where COUNTS, as `Counters` has it.
     """
     entry = chunks + tl.program_id(0) * 2
     which = tl.load(entry)
@@ -76,6 +80,12 @@ def step_programs(
     p += start
     g += start
     m += start
+    if ROUNDS:
+        key = keys + tl.load(tensor + 4) * 2
+        slot = tl.load(tensor + 6).to(tl.uint32)
+        seed = (_mix(tl.load(key).to(tl.uint32) ^ (slot * FIRST)), tl.load(key + 1).to(tl.uint32))
+    else:
+        seed = None
     if SKIPS:
         left = tl.where(tl.load(skips + which) != 0, 0, left)
     low = tl.sum(tl.zeros([TAIL], tl.int32), axis=0)  # two counts in one number
@@ -83,14 +93,16 @@ def step_programs(
     if left >= BLOCK * BLOCKS:
         for block in tl.static_range(BLOCKS):
             at = block * BLOCK + tl.arange(0, BLOCK)
-            x = _step_block(p + at, g + at, m + at, None, step, mean, COMPUTE, RESCALES, MOMENTUM, BLANK)
+            noise = _noise(start + block * BLOCK, seed, BLOCK) if ROUNDS else None
+            x = _step_block(p + at, g + at, m + at, None, noise, step, mean, COMPUTE, RESCALES, MOMENTUM, BLANK)
             if COUNTS:
                 low, high, squares, top = _counted(x, None, step, low, high, squares, top)
     else:
         first = 0
         while first < left:
             at = first + tl.arange(0, TAIL)
-            x = _step_block(p + at, g + at, m + at, at < left, step, mean, COMPUTE, RESCALES, MOMENTUM, BLANK)
+            noise = _noise(start + first, seed, TAIL) if ROUNDS else None
+            x = _step_block(p + at, g + at, m + at, at < left, noise, step, mean, COMPUTE, RESCALES, MOMENTUM, BLANK)
             if COUNTS:
                 low, high, squares, top = _counted(x, at < left, step, low, high, squares, top)
             first += TAIL
@@ -140,6 +152,7 @@ def _step_block(
     g,
     m,
     mask,
+    noise,
     step,
     mean,
     COMPUTE: tl.constexpr,
@@ -149,7 +162,8 @@ def _step_block(
 ):
     """One block of a chunk: the arithmetic of `reference.momentum` and `reference.step`; returns what was clipped.
 
-    p, g, m: pointers to its elements; step, mean: the numbers of the tensor's row.
+    p, g, m: pointers to its elements; noise: what is added before the lower half of the bits is cut, or None;
+    step, mean: the numbers of the tensor's row.
     """
     negative_lr, decay, sign, first, second, third = step
     x = tl.load(g, mask=mask).to(COMPUTE) * sign
@@ -176,8 +190,29 @@ def _step_block(
         unmoved = tl.where(x == x, 0.0, x)  # +0 for the dead zone and for zeros of both signs, NaN for NaN
         c = tl.where(magnitude > dead_zone, c, unmoved)
     new = tl.fma(c, tl.zeros_like(c) + negative_lr, decayed)
-    tl.store(p, new.to(p.dtype.element_ty), mask=mask)
+    narrow = new.to(p.dtype.element_ty)
+    if noise is not None:
+        upper = ((new.to(tl.uint32, bitcast=True) + noise) >> 16).to(tl.uint16)
+        narrow = tl.where(new == new, upper.to(tl.bfloat16, bitcast=True), narrow)
+    tl.store(p, narrow, mask=mask)
     return x
+
+
+@triton.jit
+def _noise(first, seed, SIZE: tl.constexpr):
+    """16 random bits for every element of a block, as `stochastic_rounding.random_halves` has them."""
+    pairs = (first >> 1) + tl.arange(0, SIZE // 2)
+    h = _mix(pairs.to(tl.uint32) ^ seed[0])
+    h = _mix(h + seed[1] + (pairs >> 32).to(tl.uint32) * SECOND)
+    return tl.interleave(h & 0xFFFF, h >> 16)
+
+
+@triton.jit
+def _mix(x):
+    """`stochastic_rounding._mix`."""
+    x = (x ^ (x >> 16)) * FIRST
+    x = (x ^ (x >> 15)) * SECOND
+    return x ^ (x >> 16)
 
 
 @triton.jit
