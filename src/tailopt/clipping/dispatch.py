@@ -141,7 +141,10 @@ def update(
                 parts[-1].grads.append(g_piece)
                 parts[-1].slots.append(group.slots[i] if group.slots else 0)
     for name, parts in by_kernel.items():
-        KERNELS[name].run(parts)
+        if name == "triton" and cache is not None and triton.takes_all(parts, cache.of_parts):
+            triton.run(parts, cache.of_parts)  # shards and pairs of reals: the tables are kept for these too
+        else:
+            KERNELS[name].run(parts)
     for tensor, before, verdict in saved:
         tensor.copy_(torch.where(verdict, before, tensor))
 

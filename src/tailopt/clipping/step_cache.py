@@ -50,6 +50,7 @@ class StepCache:
         self.launch_tables = LaunchTables()  # of a kernel on a GPU
         self.sizes, self.dtype_codes, self.momentum_codes = array("q"), array("i"), array("i")
         self._compute_dtypes: list[torch.dtype] = []  # by parameter
+        self._of_parts: StepCache | None = None
         self._forget_addresses()
         self.distinct = True  # no parameter is in the list twice
         # of the last groups; empty if a tensor that may change is among them
@@ -60,6 +61,13 @@ class StepCache:
 
     def __reduce__(self) -> tuple[type[StepCache], tuple[bool]]:
         return StepCache, (self._reused,)  # addresses are of this process and these tensors: a copy starts empty
+
+    @property
+    def of_parts(self) -> StepCache:
+        """What is kept of parts of these tensors, such as shards, where a kernel takes those."""
+        if self._of_parts is None:
+            self._of_parts = StepCache(self._reused)
+        return self._of_parts
 
     def prepare(self, params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], fit: Fit | None = None) -> bool:
         """Bring sizes, types and addresses up to date; False if the kernel cannot take these tensors.
