@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tailopt.clipping.dtensor import is_dtensor
-from tailopt.clipping.kernels import triton
+from tailopt.clipping.kernels import triton_runtime
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.reference import StepHyperparameters
 from tailopt.clipping.stochastic_rounding import StochasticRounding
@@ -91,7 +91,7 @@ def check_fused(params: Sequence[Tensor]) -> None:
     """Raise for parameters that `fused=True` cannot take."""
     for p in params:
         device = (p.to_local() if is_dtensor(p) else p).device
-        missing = "" if device.type == "cpu" else triton.why_missing(device)
+        missing = "" if device.type == "cpu" else triton_runtime.why_missing(device)
         if missing or p.dtype not in DTYPES:
             raise RuntimeError(
                 "`fused=True` requires all the params to be floating point Tensors of supported devices: "
