@@ -23,7 +23,7 @@ import tailopt
 from tailopt.clipping import launch_tables, reference
 from tailopt.clipping.counts import StatisticsRecorder
 from tailopt.clipping.dispatch import KERNELS, update, which
-from tailopt.clipping.kernels import triton
+from tailopt.clipping.kernels import triton, triton_runtime
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.launch_tables import Kind, Scalar
 from tailopt.clipping.reference import ClipByValue, Momentum, ScaleToNorm, StepHyperparameters
@@ -370,10 +370,10 @@ def test_numbers_that_only_the_device_knows_are_rounded_as_in_the_reference(dtyp
         (launch_tables.LIMIT, 0.1),
     ]
     scalars = [Scalar(i, v, how, x) for i, (v, (how, x)) in enumerate((v, h) for v in values for h in hows)]
-    count, compute = len(scalars), triton.triton_type(dtype)
+    count, compute = len(scalars), triton_runtime.triton_type(dtype)
     numbers = torch.tensor([0.0] * count + [s.operand for s in scalars], dtype=torch.float64).to(dtype)
     sources = torch.tensor(launch_tables._addresses_of(scalars))
-    triton.programs().scalar_programs[(count,)](sources, numbers[count:], numbers, COMPUTE=compute)
+    triton_runtime.programs().scalar_programs[(count,)](sources, numbers[count:], numbers, COMPUTE=compute)
     hparams = StepHyperparameters(ClipByValue(1.0, 0.0), 0.0, 0.1, momentum=Momentum(0.9, 1.0))
     for i, (_, value, how, _) in enumerate(scalars):
         want = {
@@ -396,7 +396,7 @@ def test_a_tensor_of_more_than_2_31_elements_is_walked_with_64_bits() -> None:
     tensors = torch.tensor([p.data_ptr() - start, g.data_ptr() - start, 0, sizes, 0, 0, 0])
     rows = torch.tensor([-1.0, 1.0, 1.0, 1.0, 0.0, 0.0] + [1.0] * 7)
     f32 = tl.float32
-    triton.programs().step_programs[(1,)](
+    triton_runtime.programs().step_programs[(1,)](
         tensors,
         torch.tensor([0, chunk], dtype=torch.int32),
         rows,

@@ -18,7 +18,7 @@ from torch import Tensor
 import tailopt
 from tailopt.clipping import reference
 from tailopt.clipping.dispatch import KERNELS, update
-from tailopt.clipping.kernels import triton
+from tailopt.clipping.kernels import triton_runtime
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.reference import ClipByValue, Momentum, StepHyperparameters
 from tailopt.clipping.step_cache import StepCache
@@ -470,7 +470,7 @@ def test_a_scaler_is_not_waited_for_and_finds_unscaled_gradients() -> None:
 
 def test_it_is_not_the_default_yet() -> None:
     p = torch.zeros(4, device="cuda")
-    assert not triton.why_missing(p.device)
+    assert not triton_runtime.why_missing(p.device)
     from tailopt.clipping.dispatch import which
 
     assert which(p, p, HPARAMS["plain"]).kernel.name == "foreach"

@@ -136,10 +136,12 @@ def update(
             parts = by_kernel.setdefault(name, [])
             if not parts or parts[-1].hparams is not hparams:
                 parts.append(StepGroup([], [], hparams, []))
+            slots = parts[-1].slots
+            assert isinstance(slots, list)
             for p_piece, g_piece in _pieces(p_part, g_part, hparams):
                 parts[-1].params.append(p_piece)
                 parts[-1].grads.append(g_piece)
-                parts[-1].slots.append(group.slots[i] if group.slots else 0)
+                slots.append(group.slots[i] if group.slots else 0)
     for name, parts in by_kernel.items():
         if name == "triton" and cache is not None and triton.takes_all(parts, cache.of_parts):
             triton.run(parts, cache.of_parts)  # shards and pairs of reals: the tables are kept for these too

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from tailopt.clipping.dtensor import is_dtensor
-from tailopt.clipping.kernels import triton
 from tailopt.clipping.kernels.kernel import StepGroup
+from tailopt.clipping.kernels.triton_runtime import why_missing
 from tailopt.native.calls import DTYPES
 from tailopt.optimizers.groups import Group, GroupAndStep
 
@@ -58,7 +58,7 @@ class KnownToFuse:
 def _check_fused(params: Sequence[Tensor]) -> None:
     for p in params:
         device = (p.to_local() if is_dtensor(p) else p).device
-        missing = "" if device.type == "cpu" else triton.why_missing(device)
+        missing = "" if device.type == "cpu" else why_missing(device)
         if missing or p.dtype not in DTYPES:
             raise RuntimeError(
                 "`fused=True` requires all the params to be floating point Tensors of supported devices: "
