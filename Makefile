@@ -6,6 +6,7 @@
 #   make lint       ruff and mypy                         make coverage   the tests, with the lines that they reach
 #   make workflows  actionlint, where it can be found     make hooks      run ruff and mypy before commits and pushes
 #   make dist       the sdist and the wheel, into dist/
+#   make interpreter  the Triton kernel without a GPU: interpreted, and compiled (Linux; downloads Triton, 190 MB)
 #   make clean      remove everything that was built
 #
 # TORCH and TORCH_INDEX choose another torch, for a new .venv:
@@ -25,7 +26,10 @@ KERNEL := $(wildcard src/tailopt/native/*.c src/tailopt/native/*.h)
 # those that put a section into RESULTS.md; bits.py compares two versions and times nothing
 BENCHMARKS := $(filter-out benchmarks/bits%.py,$(sort $(shell grep -l '"--write"' benchmarks/*.py)))
 
-.PHONY: demo test lint bench docs dist slow gpu coverage workflows hooks clean
+# The Triton that belongs to the newest torch in CI; the one of a CUDA build of torch is not replaced.
+TRITON ?= triton==3.7.1
+
+.PHONY: demo test lint bench docs dist slow gpu interpreter coverage workflows hooks clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -38,6 +42,11 @@ slow: $(READY)
 
 gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu
+
+interpreter: $(READY)
+	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TRITON)"
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clipping/test_triton.py
+	$(BIN)/python -m pytest tests/clipping/test_triton_compiled.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

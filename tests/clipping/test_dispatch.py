@@ -92,7 +92,7 @@ def run(kernel: str, pairs: Sequence[tuple[Tensor, Tensor]], hparams: StepHyperp
 @needs_fma
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("how", HPARAMS)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if name != "triton"])  # test_triton.py, test_gpu_triton.py
 def test_equals_the_reference_bit_for_bit(kernel: str, how: str, dtype: torch.dtype) -> None:
     hparams = HPARAMS[how]
     pairs = list(zip(*samples(dtype), strict=True))

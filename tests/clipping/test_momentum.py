@@ -61,7 +61,7 @@ def assert_same_bits(a: Tensor, b: Tensor) -> None:
 @pytest.mark.parametrize("name", HPARAMS)
 def test_every_kernel_has_the_bits_of_the_reference(name: str, dtypes: tuple[torch.dtype, torch.dtype], n: int) -> None:
     expected = stepped("reference", HPARAMS[name], n, *dtypes)
-    for kernel in KERNELS:
+    for kernel in (name for name in KERNELS if name != "triton"):  # test_triton.py, test_gpu_triton.py
         for found, wanted in zip(stepped(kernel, HPARAMS[name], n, *dtypes), expected, strict=True):
             assert_same_bits(found, wanted)
 

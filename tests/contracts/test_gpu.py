@@ -251,10 +251,11 @@ def test_a_scaler_skips_and_unscales(cls: type) -> None:
     assert torch.equal(params[1], before)
 
 
-def test_fused_says_that_it_is_for_the_cpu() -> None:
-    opt = tailopt.BiClip(parameters("cuda", torch.float32), fused=True)
+def test_fused_says_what_it_cannot_take() -> None:
+    params = [torch.nn.Parameter(torch.zeros(3, dtype=torch.float8_e5m2, device="cuda"))]
+    params[0].grad = torch.zeros_like(params[0])
     with pytest.raises(RuntimeError, match="`fused=True` requires all the params to be floating point Tensors"):
-        opt.step()
+        tailopt.BiClip(params, lr=0.1, u=1.0, d=0.1, fused=True).step()
 
 
 def idle_on(device: str = "cuda") -> tuple[Tensor, tailopt.BiClip]:

@@ -30,6 +30,7 @@ SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "foreach": (BiClip, {**NUMBERS, "foreach": True}),
     "single": (BiClip, {**NUMBERS, "foreach": False}),
     "fused": (BiClip, {**NUMBERS, "fused": True}),
+    "stochastic rounding": (BiClip, {**NUMBERS, "stochastic_rounding": 7, "momentum": 0.9}),
     "nothing set": (BiClip, {}),
     "auto": (BiClip, {"lr": 1e-3}),
     "auto, follow, momentum": (BiClip, {"lr": 1e-3, "scale": "follow", "momentum": 0.9, "weight_decay": 0.01}),
@@ -57,7 +58,7 @@ def test_the_bits_of_a_loop_without_release(name: str, bucket_bytes: int) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["numbers", "momentum", "auto", "norms"])
+@pytest.mark.parametrize("name", ["numbers", "momentum", "stochastic rounding", "auto", "norms"])
 def test_the_bits_in_other_types(name: str, dtype: torch.dtype) -> None:
     with pair(decoder(dtype), lambda model: build(name, model)) as ((a, plain), (b, released)):
         train(a, plain, 54, release=False)

@@ -21,6 +21,9 @@ SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "momentum, statistics": (BiClip, {**NUMBERS, "momentum": 0.9, "statistics": True}),
     "nothing set": (BiClip, {}),
     "norms": (L2Clip, {"lr": 0.03, "u": 0.05, "d": 0.01, "scope": "tensor"}),
+    "fused, momentum, counts": (BiClip, {**NUMBERS, "fused": True, "momentum": 0.9, "statistics": "counts"}),
+    "fused, stochastic rounding": (BiClip, {**NUMBERS, "fused": True, "stochastic_rounding": 7}),
+    "fused, norms": (L2Clip, {"lr": 0.03, "u": 0.05, "d": 0.01, "scope": "tensor", "fused": True}),
 }
 
 
@@ -53,6 +56,20 @@ def test_the_bits_of_a_loop_without_release(name: str, dtype: torch.dtype, side_
     finally:
         torch.use_deterministic_algorithms(False)
     same_bits(results[0], results[1])
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_a_scaler_is_refused_by_the_step(fused: bool | None) -> None:
+    """Also where its verdict would stay on the device: the parameters have moved by then."""
+    model = decoder().cuda()
+    optimizer = BiClip(model.parameters(), **NUMBERS, fused=fused)
+    scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
+    x, y = batches(1)[0]
+    with release_gradients(model, optimizer):
+        scaler.scale(loss_of(model, (x.cuda(), y.cuda()))).backward()
+        with pytest.raises(RuntimeError, match="A GradScaler decides after backward"):
+            scaler.step(optimizer)
+        optimizer.step()
 
 
 def peak(release: bool, bucket_bytes: int = 1 << 20) -> float:

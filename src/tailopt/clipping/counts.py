@@ -7,9 +7,11 @@ that the C kernel does not take; it counts the same things from the same element
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +22,9 @@ from tailopt.clipping.operators import check_thresholds, compute_dtype, real_par
 from tailopt.native.calls import DTYPES, addresses, dtype_codes, sizes
 from tailopt.native.clip import NO_MOMENTUM, Counters, StepTable, TensorTable
 from tailopt.native.library import loaded
+
+if TYPE_CHECKING:
+    from tailopt.clipping.kernels.triton_counts import PartialCounts
 
 COMPLETE_BELOW = 65_536  # every element of a smaller tensor enters a histogram
 STRIDE = 32  # of a larger tensor, one cache line in so many
@@ -355,6 +360,7 @@ class StatisticsRecorder:
         self._passes = 0  # moves the sampled line; kept with the statistics, so that runs repeat
         self._counters: dict[torch.device, Counters] = {}
         self._skipped: dict[torch.device, Tensor] = {}
+        self._partial: list[PartialCounts] = []
 
     def begin_pass(self, n_slots: int) -> None:
         """Prepare for the counts of one more step over so many parameters."""
@@ -376,19 +382,44 @@ class StatisticsRecorder:
         counters.sample_offset = -1 if self.mode == "complete" else (self._passes - 1) % STRIDE
         return counters
 
-    def skip(self, slot: int, n_slots: int, verdict: Tensor) -> None:
-        """Count a skipped step where the verdict, a 0-dim bool on its device, is true."""
-        counter = self._skipped.get(verdict.device)
+    def count_by(self, partial: Sequence[PartialCounts]) -> None:
+        """From now on these are counted into; what others have counted is added to the counters."""
+        for one in self._partial:
+            if one not in partial:
+                one.add_to(self.counters(one.device))
+        self._partial = list(partial)
+
+    def gather(self) -> None:
+        """Move what was counted into rows of programs to the counters; the rows begin again at zero."""
+        for one in self._partial:
+            one.add_to(self.counters(one.device))
+
+    def copy(self) -> StatisticsRecorder:
+        """A recorder that has counted the same, and counts on by itself."""
+        self.gather()
+        other = copy.copy(self)
+        other._counters, other._skipped = copy.deepcopy((self._counters, self._skipped))
+        other._partial = []
+        return other
+
+    def skip(self, slots: Sequence[int], n_slots: int, verdicts: Tensor) -> None:
+        """Count a skipped step where a verdict is true: bools on their device, one for each slot."""
+        counter = self._skipped.get(verdicts.device)
         if counter is None or counter.numel() < n_slots:
-            grown = torch.zeros(n_slots, dtype=torch.int64, device=verdict.device)
+            grown = torch.zeros(n_slots, dtype=torch.int64, device=verdicts.device)
             if counter is not None:
                 grown[: counter.numel()] = counter
-            self._skipped[verdict.device] = counter = grown
-        counter[slot] += verdict
+            self._skipped[verdicts.device] = counter = grown
+        if list(slots) == list(range(slots[0], slots[0] + len(slots))):
+            counter[slots[0] : slots[0] + len(slots)] += verdicts
+            return
+        for slot, verdict in zip(slots, verdicts.unbind(), strict=True):
+            counter[slot] += verdict
 
     def take(self, n_slots: int) -> list[Counts]:
         """Everything counted since the last call, slot by slot; the counters start again at zero."""
         total = [Counts()] * n_slots
+        self.gather()
         for counters in self._counters.values():
             for i, counts in enumerate(read(counters)):
                 total[i] = total[i] + counts

@@ -5,6 +5,7 @@
     c         the C kernel: CPU, one parallel region for everything, no extra memory
     rows      the C kernel row by row: thresholds or lr that vary along leading dimensions
     chunked   torch operations through small buffers that stay in cache: CPU without the C kernel
+    triton    the Triton kernel: CUDA, one launch for all tensors of a kind; only where it is asked for
     foreach   torch._foreach_* over the list: GPUs
     single    tensor by tensor; takes everything, can be traced and differentiated
     reference tensor by tensor, the oracle itself
@@ -22,8 +23,8 @@ from torch import Tensor
 from tailopt.clipping.counts import StatisticsRecorder, count_in_torch
 from tailopt.clipping.dtensor import is_dtensor, local_pair, local_part
 from tailopt.clipping.freed_storage import check_not_freed
-from tailopt.clipping.kernels import c, chunked, foreach, rows, single
-from tailopt.clipping.kernels.kernel import Kernel, StepGroup, has_dimensions, is_scalar
+from tailopt.clipping.kernels import c, chunked, foreach, rows, single, triton
+from tailopt.clipping.kernels.kernel import Kernel, StepGroup, has_dimensions, is_scalar, joined
 from tailopt.clipping.momentum import advance
 from tailopt.clipping.reference import StepHyperparameters
 from tailopt.clipping.step_cache import StepCache
@@ -36,10 +37,16 @@ KERNELS: dict[str, Kernel] = {
     "c": Kernel("c", c.run, c.refuses),
     "rows": Kernel("rows", rows.run, rows.refuses),
     "chunked": Kernel("chunked", chunked.run, chunked.refuses),
+    "triton": Kernel("triton", triton.run, triton.refuses),
     "foreach": Kernel("foreach", foreach.run, foreach.refuses),
     "single": Kernel("single", single.run, single.refuses),
     "reference": Kernel("reference", single.run_reference, single.refuses_reference),
 }
+
+# What is tried by default, fastest first, and what `fused=True` asks for; `single` takes the rest. "triton" comes first
+# on CUDA by default once tests/contracts/test_gpu_triton.py has passed.
+BY_DEFAULT = {"cpu": ("c", "rows", "chunked"), "cuda": ("foreach",)}
+FUSED = {"cpu": ("c", "rows", "chunked"), "cuda": ("triton", "foreach")}
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,7 @@ class Choice:
 def which(p: Tensor, g: Tensor, hparams: StepHyperparameters, kernel: str | None = None) -> Choice:
     """The kernel that a parameter and its gradient get, and why.
 
-    kernel: the one to take if it can; by default the fastest.
+    kernel: the one to take if it can, or "fused" for what `fused=True` asks for; by default the fastest.
 
     Examples:
         >>> from tailopt.clipping.reference import ClipByValue
@@ -61,9 +68,8 @@ def which(p: Tensor, g: Tensor, hparams: StepHyperparameters, kernel: str | None
         >>> which(p, g, StepHyperparameters(ClipByValue(1.0, 0.0), lr=0.1), kernel="foreach").kernel.name
         'foreach'
     """
-    order = (kernel,) if kernel else ("foreach",) if p.device.type != "cpu" else ("c", "rows", "chunked")
     reasons: list[str] = []
-    for name in order:
+    for name in _order(p.device, kernel):
         why_not = KERNELS[name].refuses(p, g, hparams)
         if not why_not:
             return Choice(
@@ -71,6 +77,18 @@ def which(p: Tensor, g: Tensor, hparams: StepHyperparameters, kernel: str | None
             )
         reasons.append(f"not {name}: {why_not}")
     return Choice(KERNELS["single"], "; ".join(reasons))
+
+
+def first_choice(device: torch.device, kernel: str | None = None) -> str:
+    """The kernel that is tried first for tensors on a device."""
+    return _order(device, kernel)[0]
+
+
+def _order(device: torch.device, kernel: str | None) -> tuple[str, ...]:
+    """The kernels to try for tensors on a device."""
+    if kernel not in (None, "fused"):
+        return (kernel,)
+    return (FUSED if kernel else BY_DEFAULT).get(device.type, ("foreach",))
 
 
 def update(
@@ -83,21 +101,27 @@ def update(
 
     Args:
         groups: parameters, gradients and the hyperparameters of their step.
-        kernel: the one to use for every tensor that it takes; by default the fastest.
+        kernel: the one to use for every tensor that it takes, or "fused"; by default the fastest.
         cache: what the caller keeps between the steps of the same parameters; a single step needs none.
         recorder: counts what the step clips; the groups have slots then.
     """
-    if kernel in (None, "c"):
-        # Almost every step on a CPU ends here: if the C kernel takes all tensors, nothing looks at them one by one.
+    # Almost every step ends here: if one kernel takes all tensors, nothing looks at them one by one.
+    first = next((p for group in groups for p in group.params), None)
+    name = first_choice(first.device, kernel) if first is not None else "c"
+    if name in ("c", "triton"):
         cache = cache if cache is not None else StepCache(reused=False)
-        scalar = cache.same_hparams_as_last_call(groups) or all(_is_scalar(group) for group in groups)
-        if scalar and cache.prepare(*c.joined(groups)):
-            if library.loaded() is not None:
-                c.run(groups, cache, recorder)
-                return
-            if kernel is None:
-                _warn_once_of_missing_kernel()
+        if name == "triton" and triton.can_count(recorder) and triton.takes_all(groups, cache):
+            triton.run(groups, cache, recorder)
+            return
+    _fill_blanks(groups)
+    if name == "c" and cache is not None and _c_takes_all(groups, cache):
+        if library.loaded() is not None:
+            c.run(groups, cache, recorder)
+            return
+        if kernel != "c":
+            _warn_once_of_missing_kernel()
     _check_tensors(groups)
+    saved = _saved(groups)
     by_kernel: dict[str, list[StepGroup]] = {}
     for group in groups:
         if group.momenta:
@@ -111,16 +135,48 @@ def update(
             name = which(p_part, g_part, hparams, kernel).kernel.name
             parts = by_kernel.setdefault(name, [])
             if not parts or parts[-1].hparams is not hparams:
-                parts.append(StepGroup([], [], hparams))
+                parts.append(StepGroup([], [], hparams, []))
+            slots = parts[-1].slots
+            assert isinstance(slots, list)
             for p_piece, g_piece in _pieces(p_part, g_part, hparams):
                 parts[-1].params.append(p_piece)
                 parts[-1].grads.append(g_piece)
+                slots.append(group.slots[i] if group.slots else 0)
     for name, parts in by_kernel.items():
-        KERNELS[name].run(parts)
+        if name == "triton" and cache is not None and triton.takes_all(parts, cache.of_parts):
+            triton.run(parts, cache.of_parts)  # shards and pairs of reals: the tables are kept for these too
+        else:
+            KERNELS[name].run(parts)
+    for tensor, before, verdict in saved:
+        tensor.copy_(torch.where(verdict, before, tensor))
+
+
+def _c_takes_all(groups: Sequence[StepGroup], cache: StepCache) -> bool:
+    """Whether the C kernel can take every tensor of a step, if there is one; the cache is prepared for it then."""
+    scalar = cache.same_hparams_as_last_call(groups) or all(map(_is_scalar, groups))
+    return scalar and cache.prepare(*joined(groups))
+
+
+def _fill_blanks(groups: Sequence[StepGroup]) -> None:
+    """Put -0 into parameters that hold nothing yet: +0 would lose the sign of a zero."""
+    for group in groups:
+        for p in group.params if group.blank else ():
+            (torch.view_as_real(p) if p.is_complex() else p).fill_(-0.0)
+
+
+def _saved(groups: Sequence[StepGroup]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(tensor, copy, verdict) of what a verdict may give its value back; the Triton kernel looks at verdicts itself."""
+    return [
+        (tensor, tensor.clone(), verdict)
+        for group in groups
+        if group.skips is not None
+        for i, verdict in enumerate(group.skips.unbind())
+        for tensor in (group.params[i], *(group.momenta[i : i + 1]))
+    ]
 
 
 def _is_scalar(group: StepGroup) -> bool:
-    return is_scalar(group.hparams) and not group.corrections
+    return is_scalar(group.hparams) and not group.corrections and group.hparams.rounding is None
 
 
 def _as_local_reals(group: StepGroup) -> StepGroup:
@@ -182,6 +238,7 @@ def _as_dense_local_reals(
 def _pieces(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> list[tuple[Tensor, Tensor]]:
     """A very large tensor in parts, so that intermediates stay small; whole if the step is traced or differentiated."""
     whole = p.numel() <= PIECE or torch.is_grad_enabled() or torch.compiler.is_compiling() or has_dimensions(hparams)
+    whole = whole or hparams.rounding is not None  # its random bits belong to places in the tensor
     if whole or g.layout != torch.strided or not (p.is_contiguous() and g.is_contiguous()):
         return [(p, g)]
     return list(zip(p.detach().view(-1).split(PIECE), g.detach().view(-1).split(PIECE), strict=True))

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from tailopt.clipping.counts import add
 from tailopt.clipping.dtensor import is_dtensor, over_shards, positions_by_process_groups
+from tailopt.clipping.kernels import triton
 from tailopt.clipping.operators import Number, real_parts
 from tailopt.clipping.reference import ScaleToNorm
+from tailopt.clipping.step_cache import StepCache
 from tailopt.native.clip import Counters
 
 UNTHRESHOLDED = (float("inf"), 0.0, 0.0)
@@ -79,13 +81,18 @@ def auto_dead_zone(top: Tensor, u: Number, dtype: torch.dtype) -> Number:
     return torch.minimum(zone, u.to(zone) if isinstance(u, Tensor) else torch.full_like(zone, u))
 
 
-def largest_gradient(grads: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
-    """max |g| over the finite elements of all gradients and all their shards; a 0-dim float64 tensor."""
-    tops = _counted(grads).reals[:, 1]
+def largest_gradient(grads: Sequence[Tensor], owners: Sequence[Tensor], look: StepCache | None = None) -> Tensor:
+    """max |g| over the finite elements of all gradients and all their shards; a 0-dim float64 tensor.
+
+    look: what the Triton kernel keeps of gradients between steps, where it is to look at them.
+    """
+    by_groups = positions_by_process_groups(owners)
+    seen = triton.look(grads, look) if look is not None and len(by_groups) == 1 else None
+    tops = seen[0].expand(len(grads)) if seen is not None else _counted(grads).reals[:, 1]
     result = tops.new_zeros(())
-    for groups, members in positions_by_process_groups(owners).items():
-        over = over_shards(_rows(tops, members).amax(), groups, lambda parts: parts.amax(0))
-        result = torch.maximum(result, over)
+    for groups, members in by_groups.items():
+        top = seen[0] if seen is not None else _rows(tops, members).amax()
+        result = torch.maximum(result, over_shards(top, groups, lambda parts: parts.amax(0)))
     return result
 
 
@@ -99,9 +106,10 @@ def root_mean_squares(tensors: Sequence[Tensor]) -> list[float]:
     return [m * math.sqrt(q / n) if n else 0.0 for (m, q), n in zip(pairs.tolist(), coordinates, strict=True)]
 
 
-def nonfinite(grads: Sequence[Tensor], owners: Sequence[Tensor]) -> Tensor:
-    """How many elements of each gradient are not finite, over all its shards."""
-    counts = _counted(grads).integers[:, 4].clone()
+def nonfinite(grads: Sequence[Tensor], owners: Sequence[Tensor], look: StepCache | None = None) -> Tensor:
+    """How many elements of each gradient are not finite, over all its shards; `look` as in `largest_gradient`."""
+    seen = triton.look(grads, look) if look is not None else None
+    counts = _counted(grads).integers[:, 4].clone() if seen is None else seen[1]
     for groups, members in positions_by_process_groups(owners).items():
         if groups:
             counts[members] = over_shards(counts[members], groups, lambda parts: parts.sum(0))
@@ -120,9 +128,21 @@ def _counted(grads: Sequence[Tensor]) -> Counters:
 
 
 def squares(
-    grads: Sequence[Tensor], owners: Sequence[Tensor], scopes: Sequence[int], n_scopes: int, traced: bool = False
+    grads: Sequence[Tensor],
+    owners: Sequence[Tensor],
+    scopes: Sequence[int],
+    n_scopes: int,
+    traced: bool = False,
+    look: StepCache | None = None,
 ) -> Tensor:
-    """[n_scopes, 2]: the sum of squares of every scope as a pair, over all shards; the arguments are `scalings`'s."""
+    """[n_scopes, 2]: the sum of squares of every scope as a pair, over all shards.
+
+    The arguments are those of `scalings`, and `look` as in `largest_gradient`.
+    """
+    if look is not None and not traced and n_scopes == 1 and not any(map(is_dtensor, owners)):
+        total = triton.sum_of_squares(grads, look)
+        if total is not None:
+            return torch.stack([torch.ones_like(total), torch.where(torch.isfinite(total), total, math.nan)])[None]
     on_cpu = not grads or grads[0].device.type == "cpu"
     pairs = _pairs_by_kernel(grads) if on_cpu and not traced else _pairs_by_torch(grads, traced)
     if n_scopes == 1 and not any(map(is_dtensor, owners)):  # the usual case; the rest is noticeable in a small step

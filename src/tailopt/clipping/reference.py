@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tailopt.clipping.operators import Number, clip_coordinates, compute_dtype
+from tailopt.clipping.stochastic_rounding import StochasticRounding, rounded_to_bf16
 
 
 class ClipByValue(NamedTuple):
@@ -80,6 +81,7 @@ class StepHyperparameters(NamedTuple):
     weight_decay: float = 0.0
     maximize: bool = False
     momentum: Momentum | None = None
+    rounding: StochasticRounding | None = None  # of bf16 parameters; by default to the nearest
 
     def decay(self, dtype: torch.dtype) -> Number:
         """1 - lr * weight_decay: in float64 from numbers, in the compute type from a tensor lr."""
@@ -116,8 +118,10 @@ def momentum(m: Tensor, g: Tensor, hparams: StepHyperparameters, dtype: torch.dt
     return wide.to(m.dtype), wide / rounded(hparams.momentum.correction, dtype)
 
 
-def step(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> Tensor:
+def step(p: Tensor, g: Tensor, hparams: StepHyperparameters, tensor: int = 0) -> Tensor:
     """The parameter after one step, as a new tensor; g is what `momentum` returned, where the step has momentum.
+
+    tensor: its number, for stochastic rounding.
 
     Examples:
         >>> p, g = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([9.0, 0.0, -1e-6])
@@ -128,7 +132,14 @@ def step(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> Tensor:
     wide, g = p.to(dtype), g.to(dtype)
     c = hparams.clip(-g if hparams.maximize and hparams.momentum is None else g)
     decayed = wide if hparams.weight_decay == 0 else wide * rounded(hparams.decay(dtype), dtype)
-    return fma(-rounded(hparams.lr, dtype), c, decayed).to(p.dtype)
+    return stored(fma(-rounded(hparams.lr, dtype), c, decayed), p.dtype, hparams, tensor)
+
+
+def stored(wide: Tensor, dtype: torch.dtype, hparams: StepHyperparameters, tensor: int) -> Tensor:
+    """A result in the type of its parameter: the one rounding at the end of a step."""
+    if hparams.rounding is not None and dtype == torch.bfloat16:
+        return rounded_to_bf16(wide, hparams.rounding, tensor)
+    return wide.to(dtype)
 
 
 def rounded(value: Number, dtype: torch.dtype) -> Tensor:

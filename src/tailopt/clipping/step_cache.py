@@ -17,10 +17,13 @@ from torch import Tensor
 
 from tailopt.clipping.freed_storage import check_not_freed
 from tailopt.clipping.kernels.kernel import PLAIN_TYPES, StepGroup, table_row
+from tailopt.clipping.launch_tables import LaunchTables
 from tailopt.clipping.operators import compute_dtype
 from tailopt.clipping.reference import StepHyperparameters
 from tailopt.native.calls import DTYPES, dtype_codes, pointers, sizes
 from tailopt.native.clip import StepTable
+
+Fit = Callable[[list[Tensor], list[Tensor], list[Tensor]], bool]  # parameters, gradients, momenta
 
 
 class Addresses:
@@ -43,8 +46,11 @@ class StepCache:
     def __init__(self, reused: bool = True) -> None:
         self._reused = reused
         self._matches: Callable[..., bool] | None = None  # compares tensors with those of the last step
+        self._fit: Fit | None = None  # what those fitted
+        self.launch_tables = LaunchTables()  # of a kernel on a GPU
         self.sizes, self.dtype_codes, self.momentum_codes = array("q"), array("i"), array("i")
         self._compute_dtypes: list[torch.dtype] = []  # by parameter
+        self._of_parts: StepCache | None = None
         self._forget_addresses()
         self.distinct = True  # no parameter is in the list twice
         # of the last groups; empty if a tensor that may change is among them
@@ -56,12 +62,25 @@ class StepCache:
     def __reduce__(self) -> tuple[type[StepCache], tuple[bool]]:
         return StepCache, (self._reused,)  # addresses are of this process and these tensors: a copy starts empty
 
-    def prepare(self, params: list[Tensor], grads: list[Tensor], momenta: list[Tensor]) -> bool:
-        """Bring sizes, types and addresses up to date; False if the C kernel cannot take these tensors."""
+    @property
+    def of_parts(self) -> StepCache:
+        """What is kept of parts of these tensors, such as shards, where a kernel takes those."""
+        if self._of_parts is None:
+            self._of_parts = StepCache(self._reused)
+        return self._of_parts
+
+    def prepare(self, params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], fit: Fit | None = None) -> bool:
+        """Bring sizes, types and addresses up to date; False if the kernel cannot take these tensors.
+
+        fit: tells whether the kernel takes them, by default whether the C kernel does.
+        """
+        fit = fit or go_together
+        if fit is not self._fit:
+            self._fit, self._matches = fit, None
         try:
             if not self._recognises(params, grads, momenta):
                 self._matches = None  # nothing is known until everything is
-                if not go_together(params, grads, momenta):
+                if not fit(params, grads, momenta):
                     return False
                 self.learn(params, momenta)
                 if self._reused:
@@ -135,12 +154,21 @@ class StepCache:
         self._table = array("d")
         for k, dtype in self._row_sources:
             self._table.extend(table_row(groups[k].hparams, dtype))
+        self.remember_hparams(groups)
+        return StepTable(self._table, self._row_of_param)
+
+    def remember_hparams(self, groups: Sequence[StepGroup]) -> None:
+        """Keep what `same_hparams_as_last_call` compares with."""
         numbers = (
             t for group in groups for t in (group.hparams.lr, *group.hparams.clip, *(group.hparams.momentum or ()))
         )
         fixed = not any(isinstance(t, Tensor) for t in numbers)
         self._last_hparams = [group.hparams for group in groups] if fixed else []
-        return StepTable(self._table, self._row_of_param)
+        self._lengths = [len(group.params) for group in groups]
+
+    def forget_hparams(self) -> None:
+        """Let no later call be the same as the last."""
+        self._last_hparams = []
 
     def _assign_table_rows(self, lengths: list[int]) -> None:
         """Allocate one row of the step table for every pair of a group and a compute type that occurs in it."""

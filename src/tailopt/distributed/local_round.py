@@ -125,7 +125,8 @@ class LocalRound:
         if self._proximal_step is not None and is_released(self.optimizer):
             raise ValueError(
                 f"Invalid proximal: {self._proximal_step.mu}; the gradients of the inner optimizer are released, so "
-                "parameters move inside backward before the term can be added. Call remove() of the handle, or set proximal=0."
+                "parameters move inside backward before the term can be added. Call remove() of the handle, or "
+                "set proximal=0."
             )
 
     def _step(self, t: int, total_steps: int, closure: Callable[[], Any] | None) -> Any:

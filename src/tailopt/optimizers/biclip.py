@@ -17,7 +17,7 @@ from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.momentum import as_finite, check_momentum
 from tailopt.clipping.norms import auto_dead_zone, largest_gradient, root_mean_squares
 from tailopt.clipping.operators import Number, compute_dtype
-from tailopt.clipping.reference import ClipByValue, Momentum, StepHyperparameters
+from tailopt.clipping.reference import ClipByValue, StepHyperparameters
 from tailopt.clipping.step_cache import StepCache
 from tailopt.optimizers.auto_thresholds import (
     Observation,
@@ -31,6 +31,8 @@ from tailopt.optimizers.auto_thresholds import (
 from tailopt.optimizers.clipping_optimizer import ClippingOptimizer
 from tailopt.optimizers.exact_state import restore_exact_types
 from tailopt.optimizers.groups import Gathered, Group, GroupAndStep, ScopeOf
+from tailopt.optimizers.momentum_steps import by_step_count, momentum_numbers
+from tailopt.optimizers.rounding_steps import check_rounding, rounding_of
 from tailopt.optimizers.threshold_warning import ThresholdCheck
 
 RELATIVE_LR = 3e-3  # of the RMS of a tensor
@@ -76,17 +78,22 @@ class BiClip(ClippingOptimizer):
         momentum: 0 <= momentum < 1, such as 0.9; 0 keeps no state. Thresholds and statistics refer to the mean.
         momentum_dtype: the type of m: by default fp32 (fp64 for fp64); torch.bfloat16 (2 bytes per parameter) or the
             parameter's own type.
+        stochastic_rounding: a seed, to round bf16 parameters up or down with probabilities that keep the mean: a step
+            of less than half a unit of a weight is then not lost. None: to the nearest. Repeatable, also after a
+            resume: the bits depend on the seed, the number of the step (`roundings` in the group) and the place. By
+            torch operations, or on CUDA with `fused=True` by the Triton kernel; not in compiled or captured steps.
         dead_zone: coordinates with |g| <= dead_zone stay unmoved. "auto": 4 * eps * max|g| over all parameters, for
             those whose true gradient is zero (a bias before BatchNorm), where d would make a full step of rounding
             noise; it costs a read of the gradients. It does not cure gradients computed wholly in bf16.
         nonfinite: what a NaN or infinity in a gradient does. "propagate" (free): NaN goes into the parameter, an
             infinity counts as u. "skip": that tensor is left as it is and counted; "raise": FloatingPointError before
             anything moved. Both cost a read of the gradients; "raise" waits for the device, "skip" on a GPU copies the
-            parameters.
+            parameters, unless fused.
         statistics: count in the same pass: "counts" (thresholds hit, sum of squares, maximum), True (with a sampled
             histogram), "complete" (a histogram of every element, several times slower). See `statistics()`.
         maximize, foreach, capturable, differentiable, fused: as in torch. Without any of them the fastest kernel is
-            taken. `fused=True` (CPU) also takes the unscaling over from GradScaler.
+            taken. `fused=True` is the C kernel on the CPU and the Triton kernel on CUDA, which no device has run yet;
+            it also takes the unscaling over from GradScaler.
 
     Examples:
         >>> w = torch.nn.Parameter(torch.tensor([1.0, 1.0]))
@@ -98,6 +105,7 @@ class BiClip(ClippingOptimizer):
     """
 
     optional = {**ClippingOptimizer.optional, "dead_zone": 0.0, "momentum": 0.0, "momentum_dtype": None}
+    optional |= {"stochastic_rounding": None}
     optional |= {"scale": "first", "relative": False, "thresholds": None, "calibration": None}
     not_counted = (
         "Nothing was counted: this BiClip was built with statistics=False. Build it with statistics=True (or "
@@ -116,6 +124,7 @@ class BiClip(ClippingOptimizer):
         weight_decay: float = 0.0,
         momentum: float = 0.0,
         momentum_dtype: torch.dtype | None = None,
+        stochastic_rounding: int | None = None,
         dead_zone: float | str = 0.0,
         nonfinite: str = "propagate",
         statistics: bool | str = False,
@@ -135,6 +144,7 @@ class BiClip(ClippingOptimizer):
             lr = 1e-2 if relative is False else RELATIVE_LR
         defaults: Group = {"lr": lr, "u": u, "d": d, "weight_decay": weight_decay}
         defaults |= {"momentum": momentum, "momentum_dtype": momentum_dtype}
+        defaults |= {"stochastic_rounding": stochastic_rounding}
         defaults |= {"scale": scale, "relative": relative, "thresholds": None, "calibration": None}
         defaults |= {"dead_zone": dead_zone, "nonfinite": nonfinite, "maximize": maximize, "foreach": foreach}
         defaults |= {"capturable": capturable, "differentiable": differentiable, "fused": fused}
@@ -151,6 +161,7 @@ class BiClip(ClippingOptimizer):
         dtype = group["momentum_dtype"]
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"Invalid momentum_dtype: {dtype!r}; need a floating torch.dtype, or None.")
+        check_rounding(group)
         if group["relative"] and not is_auto(group["u"]):
             raise ValueError(
                 f"Invalid relative: True with u={group['u']!r}; need u='auto', because the step of a tensor is then "
@@ -206,19 +217,23 @@ class BiClip(ClippingOptimizer):
         return super().lower_thresholds(group) + ([] if isinstance(dead_zone, str) else [("dead_zone", dead_zone)])
 
     def _batches(self, gathered: Gathered) -> tuple[list[GroupAndStep], ScopeOf]:
-        slot = self._slots() if self._statistics is not None else {}
+        rounds = any(group["stochastic_rounding"] is not None for group in self.param_groups)
+        slot = self._slots() if self._statistics is not None or rounds else {}
         top = None
         batches: list[GroupAndStep] = []
         for group, params, grads, momenta, step_counts, _ in gathered:
             if top is None and group["dead_zone"] == "auto":
-                top = _largest_gradient(gathered)
+                top = self._largest_gradient(gathered)
             calibrating = bool(momenta) and is_calibrating(group)
             if calibrating and group["nonfinite"] == "propagate":
                 grads = [as_finite(g, m.dtype) for g, m in zip(grads, momenta, strict=True)]
             numbers_of_momenta = (
-                _momentum_numbers(group["momentum"], step_counts, clamps=not calibrating) if momenta else []
+                momentum_numbers(group["momentum"], step_counts, clamps=not calibrating) if momenta else []
             )
+            rounding = rounding_of(group, params)
             for positions, hparams in self._hparams_by_positions(group, params, top):
+                if rounding is not None:
+                    hparams = hparams._replace(rounding=rounding)
                 if positions is None and not momenta and not slot:
                     batches.append((group, StepGroup(params, grads, hparams)))
                     continue
@@ -230,16 +245,22 @@ class BiClip(ClippingOptimizer):
                     continue
                 chosen = range(len(params)) if positions is None else positions
                 of_batch = [momenta[i] for i in chosen], [step_counts[i] for i in chosen]
-                parts = _by_step_count(batch, *of_batch, [numbers_of_momenta[i] for i in chosen])
+                parts = by_step_count(batch, *of_batch, [numbers_of_momenta[i] for i in chosen])
                 batches += [(group, part) for part in parts]
         return batches, lambda b, i: id(batches[b][1].params[i])  # every tensor is skipped on its own
 
+    def _largest_gradient(self, gathered: Gathered) -> Tensor:
+        """max|g| over all parameters."""
+        owners = [p for one in gathered for p in one.params]
+        grads = [g for one in gathered for g in one.grads]
+        local = [local_pair(p, g)[1] for p, g in zip(owners, grads, strict=True)]
+        return largest_gradient(local, owners, self._look(local))
+
     def _look_at_part(self, batches: Sequence[GroupAndStep]) -> None:
         assert self._threshold_check is not None
-        names = self.names()
         # thresholds that refer to a mean, or follow the gradients, are not compared with them
         plain = [(group, batch) for group, batch in batches if not batch.momenta and not is_auto(group["u"])]
-        self._threshold_check.look(plain, {key: names[slot] for key, slot in self._slots().items()})
+        self._threshold_check.look(plain, self._names_by_id())
 
     def _observe(self, gathered: Gathered, observation: Observation) -> None:
         """Show the gradients, or the means that were clipped, to the groups whose thresholds follow them."""
@@ -301,11 +322,14 @@ class BiClip(ClippingOptimizer):
             _take(kind, with_momentum, self._momentum_cache, recorder)
         # only now: a step that raised is no step
         on_host = [count for batch in with_momentum for count in batch.step_counts if count.is_cpu]
-        on_device = [count for batch in with_momentum for count in batch.step_counts if not count.is_cpu]
+        on_device = [c for batch in with_momentum if batch.skips is None for c in batch.step_counts if not c.is_cpu]
         if on_host:  # by a tensor: a number would be made one for each of them
             torch._foreach_add_(on_host, torch.ones((), device="cpu"), alpha=1)
         if on_device:
             torch._foreach_add_(on_device, 1)
+        for batch in with_momentum:
+            if batch.skips is not None:
+                torch._foreach_add_(list(batch.step_counts), (~batch.skips).float().unbind())
 
 
 def _take(kind: str, batches: Sequence[StepGroup], cache: StepCache, recorder: StatisticsRecorder | None) -> None:
@@ -353,45 +377,6 @@ def _where_needed(state: dict[str, Any], p: Tensor, group: Group) -> Tensor:
     return step
 
 
-def _momentum_numbers(beta: float, step_counts: Sequence[Tensor], clamps: bool) -> list[Momentum]:
-    """The numbers of the next step of every momentum: one object for all that have taken as many steps."""
-    if not step_counts:
-        return []
-    if torch.compiler.is_compiling() or not all(count.is_cpu for count in step_counts):
-        return [Momentum(beta, 1 - beta ** (count.double() + 1), clamps) for count in step_counts]
-    counts = torch.stack(list(step_counts)).tolist()
-    by_count = {k: Momentum.at(beta, int(k) + 1)._replace(clamps=clamps) for k in dict.fromkeys(counts)}
-    return [by_count[k] for k in counts]
-
-
-def _by_step_count(
-    batch: StepGroup, momenta: list[Tensor], step_counts: list[Tensor], each: Sequence[Momentum]
-) -> list[StepGroup]:
-    """The batch with its momenta, or several: one for each number of steps; one for all where the device knows it."""
-    params, grads, hparams, slots, *_ = batch
-    clip, lr, weight_decay, maximize, _ = hparams
-    if isinstance(each[0].correction, Tensor):
-        corrections = [one.correction for one in each if isinstance(one.correction, Tensor)]
-        hparams = StepHyperparameters(clip, lr, weight_decay, maximize, each[0]._replace(correction=1.0))
-        return [StepGroup(params, grads, hparams, slots, momenta, step_counts, corrections)]
-    if len(each) == 1 or all(one is each[0] for one in each):
-        hparams = StepHyperparameters(clip, lr, weight_decay, maximize, each[0])
-        return [StepGroup(params, grads, hparams, slots, momenta, step_counts)]
-    whole = StepGroup(params, grads, hparams, slots, momenta, step_counts)
-    result = []
-    for of_count in dict.fromkeys(each):
-        part = whole.only([i for i, other in enumerate(each) if other is of_count])
-        result.append(part._replace(hparams=StepHyperparameters(clip, lr, weight_decay, maximize, of_count)))
-    return result
-
-
-def _largest_gradient(gathered: Gathered) -> Tensor:
-    """max|g| over all parameters."""
-    owners = [p for one in gathered for p in one.params]
-    grads = [g for one in gathered for g in one.grads]
-    return largest_gradient([local_pair(p, g)[1] for p, g in zip(owners, grads, strict=True)], owners)
-
-
 def _dead_zones(group: Group, params: Sequence[Tensor], top: Tensor | None) -> list[tuple[list[int] | None, Number]]:
     """The group's parameters by dead zone: one for all, or with "auto" one for each type of arithmetic."""
     if not isinstance(group["dead_zone"], str):
@@ -423,4 +408,4 @@ def _multi_tensor_biclip(
 
 @_disable_dynamo
 def _fused_biclip(batches: Sequence[StepGroup], cache: StepCache, recorder: StatisticsRecorder | None) -> None:
-    update(batches, None, cache, recorder)
+    update(batches, "fused", cache, recorder)

@@ -27,6 +27,7 @@ from tailopt.clipping.dtensor import summed
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.operators import Number, biclip, check_kind, check_shape, check_thresholds
 from tailopt.clipping.reference import ClipByValue, StepHyperparameters
+from tailopt.clipping.step_cache import StepCache
 from tailopt.optimizers.auto_thresholds import (
     check_auto,
     check_not_capturing,
@@ -208,21 +209,23 @@ class Clipped(Optimizer):
         clipped: list[Tensor] = []
         batches: list[StepGroup] = []
         for group in self.param_groups:
-            of_group = [StepGroup([], [], StepHyperparameters(clip, lr=-1.0)) for clip in _clips(group)]
+            steps = [StepHyperparameters(clip, lr=-1.0) for clip in _clips(group)]
+            of_group = [StepGroup([], [], hparams, blank=True) for hparams in steps]
             for i, g in ((i, p.grad) for i, p in enumerate(group["params"]) if p.grad is not None):
                 batch = of_group[i if len(of_group) > 1 else 0]
                 if _takes_kernel(g):
                     g = summed(g)
-                    batch.params.append(torch.full_like(g, complex(-0.0, -0.0) if g.is_complex() else -0.0))
+                    batch.params.append(torch.empty_like(g))
                     batch.grads.append(g)
                     clipped.append(batch.params[-1])
                 else:
                     clipped.append(biclip(g, *batch.hparams.clip))
             batches += [batch for batch in of_group if batch.params]
-        # -0 - (-1) * clip(g), without a rounding and with the sign of a zero (+0 would lose it): the kernels of BiClip
-        # make one pass over all gradients where `biclip` makes many.
+        # -0 - (-1) * clip(g), without a rounding and with the sign of a zero: the kernels of BiClip make one pass over
+        # all gradients where `biclip` makes many.
         if batches:
-            update(batches)
+            fused = all(group.get("fused") for group in self.param_groups)
+            update(batches, "fused" if fused else None, self._step_cache)
         return clipped
 
     # ---- saving ----
@@ -257,6 +260,7 @@ class Clipped(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "optimizer" in state:  # new, copied or unpickled
             super().__setstate__(state)
+            self._step_cache = StepCache()
         else:
             self.optimizer.__setstate__(state)
 

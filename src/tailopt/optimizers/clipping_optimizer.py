@@ -7,7 +7,8 @@ There is no arithmetic here. A step gathers parameters and gradients, validates,
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 
 from tailopt.clipping.counts import Counts, StatisticsRecorder
+from tailopt.clipping.dispatch import first_choice
 from tailopt.clipping.dtensor import local_pair
 from tailopt.clipping.kernels.kernel import StepGroup
 from tailopt.clipping.norms import nonfinite
@@ -24,10 +26,11 @@ from tailopt.clipping.operators import Number, check_kind, check_shape, check_th
 from tailopt.clipping.step_cache import StepCache
 from tailopt.optimizers.auto_thresholds import Observation, is_auto
 from tailopt.optimizers.groups import CheckedGroups, Gathered, GatheredGroup, Group, GroupAndStep, ScopeOf
-from tailopt.optimizers.implementations import check_capturable, check_fused, group_by_kernel
+from tailopt.optimizers.implementations import KnownToFuse, check_capturable, group_by_kernel
+from tailopt.optimizers.nonfinite_policies import POLICIES, raise_for_nonfinite, shared_by_scope, skip_where
+from tailopt.optimizers.rounding_steps import count_rounding
 from tailopt.optimizers.threshold_warning import ThresholdCheck, warn_caller
 
-POLICIES = ("propagate", "skip", "raise")
 STATISTICS = {False: None, "counts": "counts", True: "sampled", "complete": "complete"}
 
 
@@ -71,6 +74,8 @@ class ClippingOptimizer(Optimizer):
         """Set up what is not saved; a new, an unpickled and a copied object start with it empty."""
         self._recorder = StatisticsRecorder(self._statistics or "counts")
         self._step_cache = StepCache()
+        self._look_cache = StepCache()
+        self._known_to_fuse = KnownToFuse()
         self._checked_groups = CheckedGroups(key for key in self.defaults if key != "params")
         self._violations: dict[torch.device, Tensor] = {}  # by device, counted where the thresholds are
         self._warned_of_decay = False
@@ -208,15 +213,17 @@ class ClippingOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         gathered = self._gather()
-        if not self._unscale(gathered):
+        skips = self._unscale(gathered)
+        if skips is True:
             return loss
         batches, scope_of = self._batches(gathered)
         self._look_at_thresholds(batches)
-        batches, saved = self._refuse_nonfinite(batches, scope_of)
+        batches = self._refuse_nonfinite(batches, scope_of)
+        if isinstance(skips, Tensor):
+            batches = [(group, skip_where(batch, skips)) for group, batch in batches]
         if self._statistics is not None:
             self._recorder.begin_pass(len(self.names()))
         self._run_batches(batches)
-        _restore(saved)
         self._after_step(gathered)
         return loss
 
@@ -244,7 +251,8 @@ class ClippingOptimizer(Optimizer):
         """Look at some batches of a step in which the thresholds are looked at."""
 
     def _after_step(self, gathered: Gathered) -> None:
-        """Show the gradients of a step that was taken to the groups whose thresholds follow them."""
+        """Count a step that was taken, and show its gradients to the groups whose thresholds follow them."""
+        count_rounding(self.param_groups)
         if any(is_auto(group["u"]) for group in self.param_groups):
             self._observe_step(gathered)
 
@@ -286,7 +294,7 @@ class ClippingOptimizer(Optimizer):
     def _check_implementation(self, group: Group, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Raise for tensors that the implementation which the group asks for does not take."""
         if group["fused"]:
-            check_fused(params, grads, type(self).__name__.lower())
+            self._known_to_fuse.check(group, params, grads, type(self).__name__.lower())
         if group["capturable"] and not torch.compiler.is_compiling():
             check_capturable(params)
 
@@ -304,70 +312,76 @@ class ClippingOptimizer(Optimizer):
                 "what AdamW's was."
             )
 
-    def _unscale(self, gathered: Gathered) -> bool:
-        """GradScaler's fused protocol: unscale the gradients in place; False if this step is to be skipped."""
+    def _unscale(self, gathered: Gathered) -> Tensor | bool:
+        """GradScaler's fused protocol: unscale the gradients in place; whether this step is to be skipped.
+
+        A bool on the device where only the device knows: then nothing is unscaled where the step is to be skipped.
+        """
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if isinstance(found_inf, Tensor) and found_inf.item():  # the scaler's sum over no gradients is the number 0
-            return False
-        if scale is not None:
+        skips: Tensor | bool = False
+        if isinstance(found_inf, Tensor):  # the scaler's sum over no gradients is the number 0
+            skips = found_inf.reshape(()) != 0 if self._can_skip_on_device(found_inf.device) else bool(found_inf.item())
+        if scale is not None and skips is not True:
             inverse = scale.double().reciprocal().float()  # as the scaler forms it: both protocols give the same bits
+            inverse = torch.where(skips, 1.0, inverse) if isinstance(skips, Tensor) else inverse
             for gathered_group in gathered:
                 for g in gathered_group.grads:
                     (g._values() if g.is_sparse else g).mul_(inverse.to(g.device))
-        return True
+        return skips
 
-    def _refuse_nonfinite(
-        self, batches: list[GroupAndStep], scope_of: ScopeOf
-    ) -> tuple[list[GroupAndStep], list[tuple[Tensor, Tensor, Tensor]]]:
+    def _can_skip_on_device(self, device: torch.device) -> bool:
+        """Whether the host need not know if this step counts: it counts nothing itself."""
+        return (
+            self._statistics is None
+            and all(group["fused"] and first_choice(device, "fused") == "triton" for group in self.param_groups)
+            and not any(isinstance(group["u"], str) for group in self.param_groups)
+            and all(group["capturable"] for group in self.param_groups if group.get("momentum"))
+        )
+
+    def _refuse_nonfinite(self, batches: list[GroupAndStep], scope_of: ScopeOf) -> list[GroupAndStep]:
         """The policies "skip" and "raise"; tensors of one scope are skipped together.
 
-        On the CPU a skipped tensor leaves its batch. On a device nothing may wait for the verdict: the tensor steps,
-        and is returned as (parameter, copy, verdict), for `_restore`.
+        On the CPU a skipped tensor leaves its batch. On a device nothing may wait for the verdict, which
+        goes with the batch.
         """
         policies = [group["nonfinite"] for group, _ in batches]
         if policies.count("propagate") == len(policies):
-            return batches, []
+            return batches
         all_places = [(b, i) for b, (_, batch) in enumerate(batches) for i in range(len(batch.params))]
         concerned = {scope_of(b, i) for b, i in all_places if policies[b] != "propagate"}
         places = [(b, i) for b, i in all_places if scope_of(b, i) in concerned]
         if not places:
-            return batches, []
+            return batches
         owners = [batches[b][1].params[i] for b, i in places]
         local_grads = [local_pair(p, batches[b][1].grads[i])[1] for p, (b, i) in zip(owners, places, strict=True)]
-        counts = nonfinite(local_grads, owners)
-        raising = {scope_of(b, i) for b, i in places if policies[b] == "raise"}
-        self._raise_for_nonfinite([k for k, (b, i) in enumerate(places) if scope_of(b, i) in raising], owners, counts)
-        verdicts: dict[int, Tensor] = {}
-        for k, (b, i) in enumerate(places):
-            scope = scope_of(b, i)
-            verdicts[scope] = verdicts[scope] | (counts[k] > 0) if scope in verdicts else counts[k] > 0
+        counts = nonfinite(local_grads, owners, self._look(local_grads))
+        scopes = [scope_of(b, i) for b, i in places]
+        raising = {scope for (b, _), scope in zip(places, scopes, strict=True) if policies[b] == "raise"}
+        strict = [k for k, scope in enumerate(scopes) if scope in raising]
+        raise_for_nonfinite(strict, owners, counts, self._names_by_id)
+        bad = shared_by_scope(counts > 0, scopes)
         slots, n_slots = self._slots(), len(self.names())
-        dropped: set[tuple[int, int]] = set()
-        saved = []
-        for k, (b, i) in enumerate(places):
-            if policies[b] != "skip":
-                continue
-            verdict = verdicts[scope_of(b, i)]
-            self._recorder.skip(slots[id(owners[k])], n_slots, verdict)
-            if not verdict.is_cpu:
-                batch = batches[b][1]
-                state = [batch.momenta[i], batch.step_counts[i]] if batch.momenta else []
-                saved += [(tensor, tensor.clone(), verdict) for tensor in (owners[k], *state)]
-            elif bool(verdict):
-                dropped.add((b, i))
-        return [(group, _without(batch, b, dropped)) for b, (group, batch) in enumerate(batches)], saved
+        start, decided = 0, []
+        in_batch = Counter(b for b, _ in places)  # all parameters of a batch, or none
+        for b, (group, batch) in enumerate(batches):
+            end = start + in_batch[b]
+            if policies[b] == "skip" and start < end:
+                verdicts = bad[start:end]
+                self._recorder.skip([slots[id(p)] for p in owners[start:end]], n_slots, verdicts)
+                if verdicts.is_cpu:
+                    batch = batch.only([i for i, verdict in enumerate(verdicts.tolist()) if not verdict])
+                else:
+                    batch = batch._replace(skips=verdicts)
+            decided.append((group, batch))
+            start = end
+        return decided
 
-    def _raise_for_nonfinite(self, strict: Sequence[int], owners: Sequence[Tensor], counts: Tensor) -> None:
-        """The policy "raise", for the parameters at these positions; waits for the device."""
-        if not strict or not int(counts[strict].sum()):
-            return
-        slots, names = self._slots(), self.names()
-        bad = [k for k in strict if int(counts[k])]
-        elements = [f"{names[slots[id(owners[k])]]!r}: {int(counts[k])} of {owners[k].numel()}" for k in bad]
-        raise FloatingPointError(
-            f"Non-finite gradient elements in {', '.join(elements)}. No parameter was moved. "
-            'Look at the batch, or use nonfinite="skip".'
-        )
+    def _look(self, grads: Sequence[Tensor]) -> StepCache | None:
+        """What the Triton kernel keeps of gradients between steps, where it is to look at them."""
+        if torch.compiler.is_compiling() or not grads:
+            return None
+        kernel = "fused" if all(group["fused"] for group in self.param_groups) else None
+        return self._look_cache if first_choice(grads[0].device, kernel) == "triton" else None
 
     # ---- statistics ----
 
@@ -381,6 +395,10 @@ class ClippingOptimizer(Optimizer):
         for group in self.param_groups:
             result += group.get("param_names") or range(len(result), len(result) + len(group["params"]))
         return result
+
+    def _names_by_id(self) -> dict[int, str | int]:
+        names = self.names()
+        return {key: names[slot] for key, slot in self._slots().items()}
 
     def statistics(self, by: str = "tensor") -> dict[str | int, Counts]:
         """What the steps since the last call have counted, by parameter ("tensor") or by "group"; then start again.
@@ -406,17 +424,6 @@ class ClippingOptimizer(Optimizer):
             result[i] = sum(counts[start:end], Counts())
             start = end
         return result
-
-
-def _without(batch: StepGroup, b: int, dropped: set[tuple[int, int]]) -> StepGroup:
-    """The b-th batch without the tensors that are dropped from it."""
-    return batch.only([i for i in range(len(batch.params)) if (b, i) not in dropped])
-
-
-def _restore(saved: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
-    """Give parameters whose gradient was not finite their value back, without waiting for the verdict."""
-    for p, before, verdict in saved:
-        p.copy_(torch.where(verdict, before, p))
 
 
 def _is_number(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from tailopt.clipping.dtensor import is_dtensor
 from tailopt.clipping.kernels.kernel import StepGroup
+from tailopt.clipping.kernels.triton_runtime import why_missing
 from tailopt.native.calls import DTYPES
 from tailopt.optimizers.groups import Group, GroupAndStep
 
@@ -37,17 +39,31 @@ def _kernel_kind(group: Group, params: Sequence[Tensor]) -> str:
     return "multi"
 
 
-def check_fused(params: Sequence[Tensor], grads: Sequence[Tensor], name: str) -> None:
-    """Raise for tensors that `fused=True` does not take, in the words of torch."""
+class KnownToFuse:
+    """Checks of `fused=True`: parameters that were looked at in the last step of their group are not again."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Sequence[Tensor]] = {}  # by id of the group
+
+    def check(self, group: Group, params: Sequence[Tensor], grads: Sequence[Tensor], name: str) -> None:
+        """Raise for tensors that `fused=True` does not take, in the words of torch; name: of the optimizer."""
+        known = self._known.get(id(group), ())
+        if len(known) != len(params) or not all(map(operator.is_, known, params)):
+            _check_fused(params)
+            self._known[id(group)] = params
+        if any(map(operator.attrgetter("is_sparse"), grads)):
+            raise RuntimeError(f"`_fused_{name}` does not support sparse gradients")
+
+
+def _check_fused(params: Sequence[Tensor]) -> None:
     for p in params:
-        device = (p.to_local() if is_dtensor(p) else p).device.type
-        if device != "cpu" or p.dtype not in DTYPES:
+        device = (p.to_local() if is_dtensor(p) else p).device
+        missing = "" if device.type == "cpu" else why_missing(device)
+        if missing or p.dtype not in DTYPES:
             raise RuntimeError(
-                "`fused=True` requires all the params to be floating point Tensors of supported devices: ['cpu'] "
-                f"but got {p.dtype} on {device}. Leave `fused` unset."
+                "`fused=True` requires all the params to be floating point Tensors of supported devices: "
+                f"['cpu', 'cuda'] but got {p.dtype} on {device.type}{missing and ': '}{missing}. Leave `fused` unset."
             )
-    if any(g.is_sparse for g in grads):
-        raise RuntimeError(f"`_fused_{name}` does not support sparse gradients")
 
 
 def check_capturable(params: Sequence[Tensor]) -> None:

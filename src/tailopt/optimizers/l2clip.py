@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -118,7 +118,7 @@ class L2Clip(ClippingOptimizer):
         return chosen_thresholds(self.param_groups)
 
     def _batches(self, gathered: Gathered) -> tuple[list[GroupAndStep], ScopeOf]:
-        batches, scopes = _batches_by_scope(gathered)
+        batches, scopes = _batches_by_scope(gathered, self._look)
         return batches, lambda b, i: scopes[b]
 
     def _observe(self, gathered: Gathered, observation: Observation) -> None:
@@ -154,8 +154,13 @@ def _scope_key(group: Group, k: int, i: int) -> ScopeKey:
     return (k, i) if scope == "tensor" else (k, -1) if scope == "group" else (-1, -1)
 
 
-def _batches_by_scope(gathered: Gathered) -> tuple[list[GroupAndStep], list[int]]:
-    """Batches of tensors that take the same scaling, and the scope of each batch."""
+def _batches_by_scope(
+    gathered: Gathered, look: Callable[[Sequence[Tensor]], StepCache | None]
+) -> tuple[list[GroupAndStep], list[int]]:
+    """Batches of tensors that take the same scaling, and the scope of each batch.
+
+    look: what a kernel keeps of these gradients between steps, where one is to look at them.
+    """
     parts: list[Part] = []
     scopes: dict[ScopeKey, int] = {}
     for k, (group, params, grads, *_) in enumerate(gathered):
@@ -173,7 +178,10 @@ def _batches_by_scope(gathered: Gathered) -> tuple[list[GroupAndStep], list[int]
         return [], []
     local = [local_pair(p, g)[1] for part in parts for p, g in zip(part.params, part.grads, strict=True)]
     traced = torch.compiler.is_compiling() or any(one.group["differentiable"] for one in gathered)
-    pairs = squares(local, owners, [part.scope for part in parts for _ in part.params], len(scopes), traced)
+    scope_of = [part.scope for part in parts for _ in part.params]
+    # A step in parts sees one tensor or many: what the norm of a tensor is added up by must not depend on that.
+    by_tensor = any(part.group["scope"] == "tensor" for part in parts)
+    pairs = squares(local, owners, scope_of, len(scopes), traced, None if traced or by_tensor else look(local))
     requests = [NormRequest(part.scope, *part.numbers[:2], part.dtype) for part in parts]
     batches = [
         (part.group, _batch(part, clip)) for part, clip in zip(parts, scalings_of(pairs, requests, traced), strict=True)
@@ -211,4 +219,4 @@ def _multi_tensor_l2clip(batches: Sequence[StepGroup], cache: StepCache, kernel:
 
 @_disable_dynamo
 def _fused_l2clip(batches: Sequence[StepGroup], cache: StepCache) -> None:
-    update(batches, None, cache)
+    update(batches, "fused", cache)

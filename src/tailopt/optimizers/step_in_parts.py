@@ -21,8 +21,9 @@ from torch import Tensor
 from tailopt.optimizers.auto_thresholds import Observation, is_auto
 from tailopt.optimizers.clipping_optimizer import ClippingOptimizer
 from tailopt.optimizers.groups import Gathered, GatheredGroup, Group
+from tailopt.optimizers.rounding_steps import count_rounding
 
-NOT_SETTINGS = ("params", "param_names", "thresholds", "calibration")
+NOT_SETTINGS = ("params", "param_names", "thresholds", "calibration", "roundings")
 
 
 def refusal(group: Group) -> str:
@@ -63,7 +64,7 @@ class StepInParts:
         self._settings = [_settings(group) for group in groups]
         self._group_of = _groups_by_parameter(groups)
         # what `abandon` gives back: the counts of a step that is not completed are no counts
-        self._recorder_before = copy.deepcopy(optimizer._recorder)
+        self._recorder_before = optimizer._recorder.copy()
         self._calibrations = [(g, copy.deepcopy(g["calibration"])) for g in groups if is_auto(g["u"])]
         self._observation = Observation() if self._calibrations else None
         if optimizer._statistics is not None:
@@ -116,6 +117,7 @@ class StepInParts:
 
     def end(self) -> None:
         """Do what a step does once, after its last part."""
+        count_rounding(self._optimizer.param_groups)
         try:
             if self._observation is not None:
                 self._observation.settle()
@@ -125,6 +127,7 @@ class StepInParts:
 
     def abandon(self) -> None:
         """Give back what was counted; the parameters, and the momenta that go with them, stay where they are."""
+        self._optimizer._recorder.gather()  # kernels keep rows of their own: the next step finds them at zero
         self._optimizer._recorder = self._recorder_before
         for group, before in self._calibrations:
             group["calibration"] = before

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tailopt.clipping.counts import StatisticsRecorder
-from tailopt.clipping.kernels.kernel import StepGroup, refuses_flat
+from tailopt.clipping.kernels.kernel import StepGroup, joined, refuses_flat
 from tailopt.clipping.reference import ScaleToNorm, StepHyperparameters
 from tailopt.clipping.step_cache import StepCache
 from tailopt.native import library
@@ -70,11 +70,3 @@ def _operation(groups: Sequence[StepGroup]) -> str:
     if isinstance(groups[0].hparams.clip, ScaleToNorm):
         return "rescale"
     return "momentum" if groups[0].momenta else "biclip"
-
-
-def joined(groups: Sequence[StepGroup]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """All parameters, gradients and momenta; the lists themselves if there is only one group."""
-    if len(groups) == 1:
-        return groups[0].params, groups[0].grads, list(groups[0].momenta)
-    params, grads = [p for group in groups for p in group.params], [g for group in groups for g in group.grads]
-    return params, grads, [m for group in groups for m in group.momenta]

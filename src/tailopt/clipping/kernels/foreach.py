@@ -23,6 +23,8 @@ def refuses(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> str:
         return f"it takes floating types, not {p.dtype}"
     if has_dimensions(hparams):
         return "thresholds have dimensions"
+    if hparams.rounding is not None and p.dtype == torch.bfloat16:
+        return "it rounds to the nearest"
     if isinstance(hparams.clip, ClipByValue) and (isinstance(hparams.clip.dead_zone, Tensor) or hparams.clip.dead_zone):
         return "there is a dead zone"
     if isinstance(hparams.clip, ClipByValue) and math.isinf(

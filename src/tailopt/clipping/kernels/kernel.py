@@ -29,10 +29,12 @@ class StepGroup(NamedTuple):
         params: the parameters.
         grads: their gradients.
         hparams: the hyperparameters of the step.
-        slots: the row of the counters that each of them has, for statistics.
+        slots: the number of each of them in its optimizer, for statistics and stochastic rounding.
         momenta: m of each parameter, where the step has momentum.
         step_counts: how many steps m of each parameter has taken, as 0-dim tensors that the caller adds to.
         corrections: 1 - beta^k of each parameter, where only the device knows k; else it is in `hparams`.
+        skips: a bool for each parameter, on its device: true where it, its m and its count stay as they are.
+        blank: whether the parameters hold nothing yet; they step as if they were -0, and hold -lr * clip(g) then.
     """
 
     params: list[Tensor]
@@ -42,6 +44,8 @@ class StepGroup(NamedTuple):
     momenta: Sequence[Tensor] = ()
     step_counts: Sequence[Tensor] = ()
     corrections: Sequence[Tensor] = ()
+    skips: Tensor | None = None
+    blank: bool = False
 
     def only(self, positions: Sequence[int]) -> StepGroup:
         """Return the group with the parameters at these positions."""
@@ -51,7 +55,8 @@ class StepGroup(NamedTuple):
 
         tensors = some(self.params), some(self.grads)
         rest = some(self.slots), some(self.momenta), some(self.step_counts), some(self.corrections)
-        return StepGroup(*tensors, self.hparams, *rest)
+        skips = self.skips if self.skips is None else torch.stack([self.skips[i] for i in positions])
+        return StepGroup(*tensors, self.hparams, *rest, skips, self.blank)
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,14 @@ class Kernel:
     name: str
     run: Callable[[Sequence[StepGroup]], None]
     refuses: Callable[[Tensor, Tensor, StepHyperparameters], str]
+
+
+def joined(groups: Sequence[StepGroup]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """All parameters, gradients and momenta; the lists themselves if there is only one group."""
+    if len(groups) == 1:
+        return groups[0].params, groups[0].grads, list(groups[0].momenta)
+    params, grads = [p for group in groups for p in group.params], [g for group in groups for g in group.grads]
+    return params, grads, [m for group in groups for m in group.momenta]
 
 
 def is_scalar(hparams: StepHyperparameters) -> bool:
@@ -94,6 +107,8 @@ def refuses_flat(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> str:
         return f"it takes floating types, not {p.dtype}"
     if not is_scalar(hparams):
         return "thresholds or lr are tensors with dimensions, or not on the CPU"
+    if hparams.rounding is not None and p.dtype == torch.bfloat16:
+        return "it rounds to the nearest"
     if p.stride() != g.stride() or p.shape != g.shape or not (is_gap_free(p) and is_gap_free(g)):
         return "parameter and gradient lie differently in memory, have gaps, or are lazily negated"
     return ""
@@ -131,4 +146,4 @@ def on_device(hparams: StepHyperparameters, device: torch.device, dtype: torch.d
         return value.to(device=device, dtype=dtype)
 
     clip = type(hparams.clip)(*map(ready, hparams.clip))
-    return StepHyperparameters(clip, ready(hparams.lr), hparams.weight_decay, hparams.maximize, hparams.momentum)
+    return hparams._replace(clip=clip, lr=ready(hparams.lr))

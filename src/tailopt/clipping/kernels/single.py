@@ -21,11 +21,11 @@ def refuses(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> str:
 def run(groups: Sequence[StepGroup]) -> None:
     """Step on one tensor after another."""
     for group in groups:
-        for p, g in zip(group.params, group.grads, strict=True):
-            _single(p, g, group.hparams)
+        for i, (p, g) in enumerate(zip(group.params, group.grads, strict=True)):
+            _single(p, g, group.hparams, group.slots[i] if group.slots else 0)
 
 
-def _single(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> None:
+def _single(p: Tensor, g: Tensor, hparams: StepHyperparameters, slot: int) -> None:
     dtype = compute_dtype(p.dtype)
     hparams = on_device(hparams, p.device, dtype)
     if p.is_complex():  # sparse; dense ones came as pairs of reals
@@ -45,7 +45,7 @@ def _single(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> None:
     else:
         _descend(wide, hparams.clip, g.to(dtype), hparams)
     if wide is not p:
-        p.copy_(wide)
+        p.copy_(reference.stored(wide, p.dtype, hparams, slot))
 
 
 def _descend(wide: Tensor, clip: ClipByValue | ScaleToNorm, g: Tensor, hparams: StepHyperparameters) -> None:
@@ -73,8 +73,8 @@ def run_reference(groups: Sequence[StepGroup]) -> None:
     """Step on one tensor after another by the reference."""
     with torch.no_grad():
         for group in groups:
-            for p, g in zip(group.params, group.grads, strict=True):
-                p.copy_(reference.step(p, g, group.hparams))
+            for i, (p, g) in enumerate(zip(group.params, group.grads, strict=True)):
+                p.copy_(reference.step(p, g, group.hparams, group.slots[i] if group.slots else 0))
 
 
 def refuses_reference(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> str:
