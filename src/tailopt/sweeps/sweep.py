@@ -158,13 +158,12 @@ def sweep(
         seed=checked_seed(seed),
     )
     how = How(engine, batch, memory_limit, executor, workers, checked_loggers(loggers), progress)
-    if run is None:
-        return _Sweep(plan, how, None).go()
-    folder = TrialFolder(run, plan.config(), resume)
+    folder = None if run is None else TrialFolder(run, plan.config(), resume)
     try:
         return _Sweep(plan, how, folder).go()
     finally:
-        folder.close()
+        if folder is not None:
+            folder.close()
 
 
 @dataclass(frozen=True, kw_only=True)
