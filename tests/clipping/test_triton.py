@@ -543,7 +543,7 @@ RELEASED: dict[str, tuple[Any, dict[str, Any]]] = {
     "numbers": (tailopt.BiClip, {"weight_decay": 0.1}),
     "counts": (tailopt.BiClip, {"momentum": 0.9, "statistics": "counts"}),
     "stochastic rounding": (tailopt.BiClip, {"stochastic_rounding": 7}),
-    "norms": (tailopt.L2Clip, {"scope": "tensor"}),
+    "norms": (tailopt.L2Clip, {"scope": "tensor", "u": "auto", "d": "auto"}),  # these keep the norms in fp64
 }
 
 
@@ -559,7 +559,7 @@ def test_gradient_release_has_the_bits_of_whole_steps(
     dtype = torch.bfloat16 if name == "stochastic rounding" else torch.float32
 
     def build(model: torch.nn.Module) -> Any:
-        return cls(model.named_parameters(), 0.03, 0.02, 0.005, fused=True, **settings)
+        return cls(model.named_parameters(), **{"lr": 0.03, "u": 0.02, "d": 0.005, **settings}, fused=True)
 
     with pair(decoder(dtype), build) as ((a, plain), (b, released)):
         train(a, plain, 3, release=False)
