@@ -174,6 +174,21 @@ def test_a_sweep_in_other_processes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sha256" in capsys.readouterr().err
 
 
+def test_a_sweep_reads_files_as_a_run_does(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("below").mkdir()
+    Path("line.py").rename("below/line.py")
+    text = '[task]\nname = "line.py:Line"\n[algorithm]\nname = "avg-sgd"\n'
+    Path("below/a.toml").write_text(text + "[space]\nilr = [0.05, 0.1]\n[run]\nrounds = 2\n")
+    words = ["--quiet", "--seeds", "1", "--report-seeds", "1"]
+    assert main(["sweep", "below/a.toml", *words]) == 0, "a path in a file is relative to that file"
+    assert "best: ilr=" in capsys.readouterr().out
+    forget()
+    Path("below/config.toml").write_text(text)  # the name of what a run folder has, which may be somebody else's
+    assert main(["sweep", "below/config.toml", "--space.ilr", "0.05,0.1", *words]) == 2
+    assert "so it is not run. If you trust it, name it: --task line.py:Line." in capsys.readouterr().err
+    assert not Path("log").exists()
+
+
 @pytest.mark.parametrize("command", ["run", "sweep", "resume"])
 def test_a_study_and_others_say_what_they_lack(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     if command == "resume":

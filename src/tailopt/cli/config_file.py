@@ -20,17 +20,24 @@ Tables = dict[str, dict[str, Any]]  # section -> its settings; every section is 
 
 def read(path: str | Path) -> Tables:
     """The tables of a TOML file, or of the configuration in a run folder; unknown keys raise an error."""
+    return read_besides(path)[0]
+
+
+def read_besides(path: str | Path, other: str | None = None) -> tuple[Tables, Any]:
+    """The same, and what the file has under one name that is no section of a run, such as [space]; {} if nothing."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"Invalid configuration: there is no file {str(path)!r}. Give the path of a TOML file.")
     try:
         of_a_run = path.name == CONFIG or (path.parent / RUN).exists()  # whatever its layout: somebody else may edit it
-        tables = sections(parse_toml(path.read_text(encoding="utf-8")), of_a_run)
+        document = parse_toml(path.read_text(encoding="utf-8"))
+        besides = {} if other is None else document.pop(other, {})
+        tables = sections(document, of_a_run)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if is_own(name := str(tables["task"].get("name", ""))) and CODE not in tables["task"]:
         tables["task"]["name"] = located(name, path.parent)  # a path in a file is relative to that file
-    return tables
+    return tables, besides
 
 
 def sections(document: Mapping[str, Any], of_a_run: bool = False) -> Tables:

@@ -13,12 +13,12 @@ from typing import Any
 
 from tailopt.algorithms import canonical_name
 from tailopt.arguments import whole_number
-from tailopt.cli.config_file import Tables, sections
+from tailopt.cli.config_file import Tables, read_besides, sections
 from tailopt.cli.configuration import Configuration, resolve_task_and_run
 from tailopt.cli.overrides import Overrides, apply_overrides
 from tailopt.cli.run import LOG_OPTIONS, add_log_option
 from tailopt.cli.run_settings import RunSettings
-from tailopt.cli.setting_values import parse_toml, parse_value
+from tailopt.cli.setting_values import parse_value
 from tailopt.cli.tables import print_table
 from tailopt.figures.style import check_figure_file
 from tailopt.loggers.named import named_loggers
@@ -138,13 +138,7 @@ def print_result(result: SweepResult, top: int) -> None:
 
 def read_tables(file: str | None, overrides: Overrides) -> tuple[Tables, dict[str, Any]]:
     """Return the sections of a file with the settings of the command line laid over them, and the space."""
-    document: dict[str, Any] = {}
-    if file is not None:
-        path = Path(file)
-        if not path.is_file():
-            raise FileNotFoundError(f"Invalid configuration: there is no file {file!r}. Give the path of a TOML file.")
-        document = parse_toml(path.read_text(encoding="utf-8"))
-    space = document.pop("space", {})
+    tables, space = (sections({}), {}) if file is None else read_besides(file, "space")
     if not isinstance(space, Mapping):
         raise ValueError(f"Invalid space: got {space!r}; need a table. Write [space] and its settings below.")
     space = dict(space)
@@ -156,7 +150,7 @@ def read_tables(file: str | None, overrides: Overrides) -> tuple[Tables, dict[st
             space[option.removeprefix("space.")] = parse_value(text)
         else:
             rest.append((option, text))
-    return apply_overrides(sections(document), rest, OPTIONS), space
+    return apply_overrides(tables, rest, OPTIONS), space
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
