@@ -1,5 +1,9 @@
-"""What pytest collects: nothing that imports Flower where it cannot be installed."""
+"""What pytest collects: nothing that imports Flower or Triton where they cannot be installed."""
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("flwr") else ["src/tailopt/integrations/flower.py", "tests/integrations"]
+collect_ignore = []
+if not find_spec("flwr"):
+    collect_ignore += ["src/tailopt/integrations/flower.py", "tests/integrations"]
+if not find_spec("triton"):
+    collect_ignore.append("src/tailopt/clipping/kernels/triton_programs.py")

@@ -42,6 +42,7 @@ def excluded(history: list[dict[str, Any]]) -> list[list[tuple[int, str]]]:
     return [[(e["node"], e["reason"]) for e in row["excluded"]] for row in history]
 
 
+@pytest.mark.slow
 def test_three_of_five_clients_have_the_bits_of_a_simulation() -> None:
     assert all(len(row["participants"]) == 3 for row in check("3 of 5"))
 

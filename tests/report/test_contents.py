@@ -51,6 +51,7 @@ def test_runs_of_different_tasks_have_a_sentence(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_ten_runs_with_everything_stay_below_three_megabytes(tmp_path: Path) -> None:
     """Many metrics over many rounds: points are thinned further until the page is small enough."""
     runs = {}

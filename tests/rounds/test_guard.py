@@ -34,7 +34,7 @@ from tailopt.rules.rule import Hyperparameters, ParamState, Rule
 from tailopt.rules.table import INNER
 from tailopt.rules.torch_optim import torch_rule
 
-BOUNDED = [name for name in INNER if name != "sgd"]
+BOUNDED = [name for name in INNER if name not in ("sgd", "muon")]
 SHAPES = [(4, 3), (5,), ()]
 NAMES = ["layer.weight", "layer.bias", "scale"]
 BETAS = [(0.9, 0.999), (0.9, 0.99), (0.5, 0.6), (0.0, 0.9), (0.7, 0.5)]

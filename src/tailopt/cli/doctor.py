@@ -102,7 +102,8 @@ def extras() -> tuple[list[list[Any]], list[str]]:
         lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
         return [], [
-            f"{DISTRIBUTION} is not installed, only on Python's path: its extras are not known. pip install -e ."
+            f"{DISTRIBUTION} is not installed, only on Python's path: its extras are not known. "
+            f"{install_command(DISTRIBUTION, 'runs')}"
         ]
     rows, lacking = [], dict[str, list[str]]()
     for line in lines:

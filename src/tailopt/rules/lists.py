@@ -60,8 +60,9 @@ def windows(tensors: Sequence[Tensor]) -> Iterator[slice]:
 
 def scale_(tensors: Tensors, factor: Any) -> None:
     """Multiply every tensor in place by a number or a tensor: a common one, or a list with one for each."""
-    if any(x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) for x in tensors):
-        # torch 2.13 rounds the factor to the type of the list's tensors there, and does not for a single tensor
+    # of a narrow type on a CPU, torch 2.13 rounds the factor to that type, and does not for a single tensor
+    narrow = any(x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) for x in tensors)
+    if narrow or (isinstance(factor, list) and not all(isinstance(value, float) for value in factor)):
         for i, x in enumerate(tensors):
             x.mul_(value_for_param(factor, i))
     else:
@@ -85,9 +86,11 @@ def descend_by_quotient(params: Tensors, numerators: Tensors, roots: list[Tensor
         for root in roots:
             root.masked_fill_(root == 0, torch.inf)  # 0/0, or a gradient whose square is too small for the type
     rates = as_list(lr, len(roots))
-    if any(isinstance(rate, Tensor) for rate in rates):
-        steps = torch._foreach_div(list(numerators), roots)
-        scale_(steps, rates)
-        torch._foreach_sub_(list(params), steps)
-    else:
+    if not any(isinstance(rate, Tensor) for rate in rates):
         torch._foreach_addcdiv_(list(params), list(numerators), roots, [-rate for rate in rates])
+        return
+    for p, numerator, root, rate in zip(params, numerators, roots, rates, strict=True):
+        if isinstance(rate, Tensor):
+            p.sub_(numerator / root * rate)
+        else:
+            p.addcdiv_(numerator, root, value=-rate)
