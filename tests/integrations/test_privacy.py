@@ -166,7 +166,7 @@ def test_epsilon_bounds_the_exact_one_of_gaussian_noise() -> None:
     ("more", "said"),
     [
         ({"weights": [1.0, 2.0, 1.0, 1.0, 1.0]}, "Invalid weights: privacy needs equal ones"),
-        ({"aggregate": "median-norm"}, "Invalid aggregate"),
+        ({"aggregate": "median-norm"}, "Invalid mean: median-norm"),
         ({"participants": 2, "sampling": "proportional"}, "Invalid sampling"),
         ({"participation": lambda t, generator: [0]}, "Invalid participation"),
         ({"guard": False}, "Invalid guard"),

@@ -51,9 +51,9 @@ class TailOPT(Strategy):
         nodes: how many clients there are. Their partitions are 0 to nodes - 1.
         local_steps: of a client in a round.
         options: `privacy`, or None; `connect_timeout`, the seconds to wait for clients, before the first round for all,
-            later for one; and of `simulate`: schedules, weights (numbers), participation, participants, sampling,
-            projection, average, guard, aggregate, seed, run, resume, evaluate, evaluate_every, checkpoint_every, keep,
-            loggers, progress, describe. A run with a folder and `resume` goes on from its last checkpoint.
+            later for one; and of `simulate`: schedules, the options of rounds except lost contributions and epochs
+            (weights are numbers), run, resume, evaluate, evaluate_every, checkpoint_every, keep, loggers, progress,
+            describe. A run with a folder and `resume` goes on from its last checkpoint.
 
     Attributes:
         result: of the run, as `simulate` returns it; None before its end.

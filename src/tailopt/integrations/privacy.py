@@ -52,7 +52,7 @@ class Privacy:
         """Refuse what the guarantee does not cover, before anything is sent."""
         reasons = {
             "Invalid weights: privacy needs equal ones, which are public": len(set(policy.weights)) > 1,
-            f"Invalid aggregate: {policy.aggregate!r}; privacy needs the mean, whose sensitivity is known": (
+            f"Invalid mean: {policy.robust_mean}; privacy needs the weighted one, whose sensitivity is known": (
                 policy.robust_mean is not None
             ),
             f"Invalid sampling: {policy.sampling!r}; a client that is drawn twice counts twice": (
