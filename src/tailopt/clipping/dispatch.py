@@ -84,6 +84,14 @@ def first_choice(device: torch.device, kernel: str | None = None) -> str:
     return _order(device, kernel)[0]
 
 
+def _first_choice_of(groups: Sequence[StepGroup], kernel: str | None) -> str:
+    """The kernel that is tried first for these groups: that of their first tensor."""
+    for group in groups:
+        if group.params:
+            return first_choice(group.params[0].device, kernel)
+    return "c"
+
+
 def _order(device: torch.device, kernel: str | None) -> tuple[str, ...]:
     """The kernels to try for tensors on a device."""
     if kernel not in (None, "fused"):
@@ -106,8 +114,7 @@ def update(
         recorder: counts what the step clips; the groups have slots then.
     """
     # Almost every step ends here: if one kernel takes all tensors, nothing looks at them one by one.
-    first = next((p for group in groups for p in group.params), None)
-    name = first_choice(first.device, kernel) if first is not None else "c"
+    name = _first_choice_of(groups, kernel)
     if name in ("c", "triton"):
         cache = cache if cache is not None else StepCache(reused=False)
         if name == "triton" and triton.can_count(recorder) and triton.takes_all(groups, cache):
@@ -160,8 +167,9 @@ def _c_takes_all(groups: Sequence[StepGroup], cache: StepCache) -> bool:
 def _fill_blanks(groups: Sequence[StepGroup]) -> None:
     """Put -0 into parameters that hold nothing yet: +0 would lose the sign of a zero."""
     for group in groups:
-        for p in group.params if group.blank else ():
-            (torch.view_as_real(p) if p.is_complex() else p).fill_(-0.0)
+        if group.blank:
+            for p in group.params:
+                (torch.view_as_real(p) if p.is_complex() else p).fill_(-0.0)
 
 
 def _saved(groups: Sequence[StepGroup]) -> list[tuple[Tensor, Tensor, Tensor]]:

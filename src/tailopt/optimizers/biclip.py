@@ -217,8 +217,7 @@ class BiClip(ClippingOptimizer):
         return super().lower_thresholds(group) + ([] if isinstance(dead_zone, str) else [("dead_zone", dead_zone)])
 
     def _batches(self, gathered: Gathered) -> tuple[list[GroupAndStep], ScopeOf]:
-        rounds = any(group["stochastic_rounding"] is not None for group in self.param_groups)
-        slot = self._slots() if self._statistics is not None or rounds else {}
+        slot = self._slots() if self._statistics is not None else {}
         top = None
         batches: list[GroupAndStep] = []
         for group, params, grads, momenta, step_counts, _ in gathered:
@@ -231,6 +230,8 @@ class BiClip(ClippingOptimizer):
                 momentum_numbers(group["momentum"], step_counts, clamps=not calibrating) if momenta else []
             )
             rounding = rounding_of(group, params)
+            if rounding is not None:
+                slot = slot or self._slots()
             for positions, hparams in self._hparams_by_positions(group, params, top):
                 if rounding is not None:
                     hparams = hparams._replace(rounding=rounding)
