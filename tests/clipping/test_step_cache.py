@@ -177,7 +177,7 @@ def test_a_cache_keeps_no_tensor_alive(threshold: str) -> None:
 def test_a_copy_of_a_cache_is_empty(copied: Any) -> None:
     cache, p = StepCache(), torch.zeros(8)
     update([StepGroup([p], [torch.ones(8)], StepHyperparameters(ClipByValue(0.5, 0.1), 1.0))], cache=cache)
-    assert len(cache.param_addresses.table) == 1 and len(copied(cache).param_addresses.table) == 0
+    assert len(cache.param_addresses) == 1 and len(copied(cache).param_addresses) == 0
 
 
 def test_a_single_step_prepares_nothing_for_a_next_one(monkeypatch: pytest.MonkeyPatch) -> None:

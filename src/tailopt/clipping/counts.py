@@ -267,7 +267,7 @@ def add(
         dense = [grads[i] for i in by_kernel]
         grad_addresses = addresses(dense)
         check_not_freed(dense, grad_addresses)
-        tensors = TensorTable(None, grad_addresses, sizes(dense), dtype_codes(dense))
+        tensors = TensorTable((), grad_addresses, sizes(dense), dtype_codes(dense))
         step_table = StepTable((0.0, 1.0, 0.0, *thresholds, 1.0, 1.0, 1.0, *NO_MOMENTUM), [0] * len(dense))
         kernel.clip.run_at("count", tensors, step_table, counters, [slots[i] for i in by_kernel])
     for i in set(range(len(grads))).difference(by_kernel):

@@ -94,9 +94,9 @@ def _first_choice_of(groups: Sequence[StepGroup], kernel: str | None) -> str:
 
 def _order(device: torch.device, kernel: str | None) -> tuple[str, ...]:
     """The kernels to try for tensors on a device."""
-    if kernel not in (None, "fused"):
-        return (kernel,)
-    return (FUSED if kernel else BY_DEFAULT).get(device.type, ("foreach",))
+    if kernel is None:
+        return BY_DEFAULT.get(device.type, ("foreach",))
+    return FUSED.get(device.type, ("foreach",)) if kernel == "fused" else (kernel,)
 
 
 def update(

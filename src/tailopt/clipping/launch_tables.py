@@ -27,7 +27,7 @@ from tailopt.clipping.reference import ClipByValue, ScaleToNorm, StepHyperparame
 
 if TYPE_CHECKING:
     from tailopt.clipping.kernels.triton_counts import PartialCounts
-    from tailopt.clipping.step_cache import Addresses, StepCache
+    from tailopt.clipping.step_cache import StepCache
 
 TENSOR_COLUMNS = 7  # addresses of p, g and m, elements, row, first program, slot: as in triton_programs
 WIDEST_LOAD = 16  # bytes; a tensor at another address is read element by element
@@ -111,7 +111,7 @@ class LaunchTables:
     def __init__(self) -> None:
         self._launches: list[Launch] = []
         self._groups: tuple[object, ...] = ()  # sizes, and what else the division into launches depends on
-        self._addresses: tuple[Addresses, ...] = ()
+        self._addresses: tuple[list[int], ...] = ()
         self._aligned: list[bool] = []
         self._staging = Staging()
 
@@ -138,7 +138,7 @@ class LaunchTables:
         features = tuple(map(_features, groups))
         known = bool(self._groups) and self._groups[0] is cache.sizes and self._groups[1] == features
         if not known or any(new is not old for new, old in zip(now, self._addresses, strict=True)):
-            aligned = _aligned([some.pointers for some in now if some.pointers])
+            aligned = _aligned([some for some in now if some])
             if not known or aligned != self._aligned:
                 self._arrange(groups, cache.sizes, _kinds(groups, aligned))
                 self._aligned, known = aligned, False
@@ -292,12 +292,12 @@ def _chunk_table(sizes: Sequence[int], kind: Kind) -> Tensor:
     return torch.cat([table[~full], table[full]])
 
 
-def _tensor_table(launch: Launch, groups: Sequence[StepGroup], addresses: Sequence[Addresses]) -> Tensor:
+def _tensor_table(launch: Launch, groups: Sequence[StepGroup], addresses: Sequence[list[int]]) -> Tensor:
     """[address of p, of g, of m, elements, row, first program, slot] for every tensor."""
     table = [0] * (len(launch.positions) * TENSOR_COLUMNS)
     for column, some in enumerate(addresses):
-        if some.pointers:
-            table[column::TENSOR_COLUMNS] = [some.pointers[i] for i in launch.positions]
+        if some:
+            table[column::TENSOR_COLUMNS] = [some[i] for i in launch.positions]
     table[3::TENSOR_COLUMNS] = launch.sizes
     keys = _row_keys(launch, groups)
     row = {key: i for i, key in enumerate(dict.fromkeys(keys))}

@@ -20,17 +20,10 @@ from tailopt.clipping.kernels.kernel import PLAIN_TYPES, StepGroup, table_row
 from tailopt.clipping.launch_tables import LaunchTables
 from tailopt.clipping.operators import compute_dtype
 from tailopt.clipping.reference import StepHyperparameters
-from tailopt.native.calls import DTYPES, dtype_codes, pointers, sizes
-from tailopt.native.clip import StepTable
+from tailopt.native.calls import DTYPES, CArray, dtype_codes, pointers, sizes
+from tailopt.native.clip import StepTable, TensorTable
 
 Fit = Callable[[list[Tensor], list[Tensor], list[Tensor]], bool]  # parameters, gradients, momenta
-
-
-class Addresses:
-    """Addresses of tensors, to compare with those of the next step (`pointers`), and for C (`table`)."""
-
-    def __init__(self, pointers: list[int]) -> None:
-        self.pointers, self.table = pointers, array("Q", pointers)
 
 
 class StepCache:
@@ -48,7 +41,8 @@ class StepCache:
         self._matches: Callable[..., bool] | None = None  # compares tensors with those of the last step
         self._fit: Fit | None = None  # what those fitted
         self.launch_tables = LaunchTables()  # of a kernel on a GPU
-        self.sizes, self.dtype_codes, self.momentum_codes = array("q"), array("i"), array("i")
+        self.sizes, self._n_momenta = array("q"), 0
+        self.tensor_table = TensorTable((), (), (), ())
         self._compute_dtypes: list[torch.dtype] = []  # by parameter
         self._of_parts: StepCache | None = None
         self._forget_addresses()
@@ -57,7 +51,7 @@ class StepCache:
         self._last_hparams: list[StepHyperparameters] = []
         self._lengths: list[int] = []  # parameters in each of the last groups
         self._row_sources: list[tuple[int, torch.dtype]] = []  # group and compute type of each row of the step table
-        self._table, self._row_of_param = array("d"), array("i")
+        self._step_table, self._row_of_param = StepTable((), ()), array("i")
 
     def __reduce__(self) -> tuple[type[StepCache], tuple[bool]]:
         return StepCache, (self._reused,)  # addresses are of this process and these tensors: a copy starts empty
@@ -92,54 +86,61 @@ class StepCache:
 
     def _recognises(self, params: list[Tensor], grads: list[Tensor], momenta: list[Tensor]) -> bool:
         """Whether these tensors have the types, sizes and strides of the last ones."""
-        if self._matches is None or len(params) != len(self.sizes) or len(momenta) != len(self.momentum_codes):
+        if self._matches is None or len(params) != len(self.sizes) or len(momenta) != self._n_momenta:
             return False
         return self._matches(*params, *grads, *momenta)
 
     def learn(self, params: list[Tensor], momenta: list[Tensor]) -> None:
         """Sizes and types of parameters that the C kernel can take."""
         dtypes = list(map(_DTYPE, params))
-        self.sizes, self.dtype_codes = sizes(params), array("i", [DTYPES[t] for t in dtypes])
-        self.momentum_codes = dtype_codes(momenta)
+        self.sizes, self._n_momenta = sizes(params), len(momenta)
+        codes = [DTYPES[t] for t in dtypes]
+        self.tensor_table = TensorTable((), (), self.sizes, codes, (), dtype_codes(momenta))
         self._compute_dtypes = [compute_dtype(t) for t in dtypes]
         self._last_hparams, self._lengths = [], []
         self._forget_addresses()
 
     def _forget_addresses(self) -> None:
-        self.param_addresses = self.grad_addresses = self.momentum_addresses = Addresses([])
+        # lists are compared faster than arrays
+        self.param_addresses: list[int] = []
+        self.grad_addresses: list[int] = []
+        self.momentum_addresses: list[int] = []
 
     def locate(self, params: list[Tensor]) -> None:
         """Bring the addresses of the parameters up to date: they may change while everything else stays."""
         now = pointers(params)
-        if now != self.param_addresses.pointers:
+        if now != self.param_addresses:
             check_not_freed(params)
             used = [address for address in now if address]  # empty tensors have none
-            self.param_addresses, self.distinct = Addresses(now), len(set(used)) == len(used)
+            self.param_addresses, self.distinct = now, len(set(used)) == len(used)
+            self.tensor_table.params = CArray("Q", now)
 
     def locate_gradients(self, grads: list[Tensor]) -> None:
         """Bring the addresses of the gradients up to date; raise if one of them has no memory."""
         now = pointers(grads)
-        if now != self.grad_addresses.pointers:
+        if now != self.grad_addresses:
             check_not_freed(grads, now)
-            self.grad_addresses = Addresses(now)
+            self.grad_addresses, self.tensor_table.grads = now, CArray("Q", now)
 
     def locate_momenta(self, momenta: list[Tensor]) -> None:
         """Bring the addresses of the momenta up to date; raise if one of them has no memory."""
         now = pointers(momenta)
-        if now != self.momentum_addresses.pointers:
+        if now != self.momentum_addresses:
             check_not_freed(momenta, now)
-            self.momentum_addresses = Addresses(now)
+            self.momentum_addresses, self.tensor_table.momenta = now, CArray("Q", now)
 
     def same_hparams_as_last_call(self, groups: Sequence[StepGroup]) -> bool:
         """Whether each group has the hyperparameters (the very object) and the number of parameters of the last call.
 
         False after a call with tensors among the hyperparameters, since these can change in place.
         """
-        if len(groups) != len(self._last_hparams):
+        last = self._last_hparams
+        if len(groups) != len(last):
             return False
-        if len(groups) == 1:  # as in most steps: a loop would take longer than the comparison
-            return groups[0].hparams is self._last_hparams[0] and len(groups[0].params) == self._lengths[0]
-        for group, hparams, length in zip(groups, self._last_hparams, self._lengths, strict=True):
+        if len(last) == 1:  # as in most steps: a loop would take longer than the comparison
+            group = groups[0]
+            return group.hparams is last[0] and len(group.params) == self._lengths[0]
+        for group, hparams, length in zip(groups, last, self._lengths, strict=True):
             if group.hparams is not hparams or len(group.params) != length:
                 return False
         return True
@@ -147,15 +148,16 @@ class StepCache:
     def step_table(self, groups: Sequence[StepGroup]) -> StepTable:
         """The hyperparameters as the C kernel takes them: one table, and which row of it every parameter gets."""
         if self.same_hparams_as_last_call(groups):
-            return StepTable(self._table, self._row_of_param)
+            return self._step_table
         lengths = [len(group.params) for group in groups]
         if lengths != self._lengths:
             self._assign_table_rows(lengths)
-        self._table = array("d")
+        numbers = array("d")
         for k, dtype in self._row_sources:
-            self._table.extend(table_row(groups[k].hparams, dtype))
+            numbers.extend(table_row(groups[k].hparams, dtype))
+        self._step_table = StepTable(numbers, self._row_of_param)
         self.remember_hparams(groups)
-        return StepTable(self._table, self._row_of_param)
+        return self._step_table
 
     def remember_hparams(self, groups: Sequence[StepGroup]) -> None:
         """Keep what `same_hparams_as_last_call` compares with."""

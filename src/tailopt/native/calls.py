@@ -56,9 +56,14 @@ def dtype_codes(tensors: Sequence[Tensor]) -> array[int]:
     return array("i", [DTYPES[t.dtype] for t in tensors])
 
 
-def as_array(code: str, values: Sequence[Any]) -> array[Any]:
-    """The values as an array of a C type; the same array if they are one."""
-    return values if isinstance(values, array) and values.typecode == code else array(code, values)
+class CArray:
+    """An array, and where its elements begin; asked for once, because a step passes nine arrays that it has kept."""
+
+    __slots__ = ("address", "values")
+
+    def __init__(self, code: str, values: Sequence[Any]) -> None:
+        self.values = values if isinstance(values, array) and values.typecode == code else array(code, values)
+        self.address = self.values.buffer_info()[0]
 
 
 def pointer(values: array[int] | array[float] | None) -> int | None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import math
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tailopt.native.calls import InstructionSets, addresses, as_array, dtype_codes, pointer, sizes
+from tailopt.native.calls import CArray, InstructionSets, addresses, dtype_codes, sizes
 
 BINS = 256  # octaves of a histogram
 NO_MOMENTUM = (0.0, 1.0, math.inf, 1.0)  # the last numbers of a row: beta, 1 - beta, u / (1 - beta), 1 - beta^k
@@ -48,22 +47,40 @@ class Counters:
         return self.table.view(torch.float64)[:, 5:]
 
 
-class TensorTable(NamedTuple):
-    """The tensors of a pass as the C code takes them; the caller keeps the tensors alive."""
+class TensorTable:
+    """The tensors of a pass as the C code takes them; the caller keeps the tensors alive.
 
-    params: array[int] | None  # addresses; None for a pass that only counts
-    grads: array[int]
-    sizes: array[int]
-    dtypes: array[int]
-    momenta: array[int] | None = None  # addresses, for the operation "momentum"
-    momentum_dtypes: array[int] | None = None
+    Args:
+        params: addresses; none for a pass that only counts.
+        grads: addresses.
+        sizes, dtypes: of the gradients.
+        momenta: addresses, for the operation "momentum".
+        momentum_dtypes: their types.
+    """
+
+    __slots__ = ("dtypes", "grads", "momenta", "momentum_dtypes", "params", "sizes")
+
+    def __init__(
+        self,
+        params: Sequence[int],
+        grads: Sequence[int],
+        sizes: Sequence[int],
+        dtypes: Sequence[int],
+        momenta: Sequence[int] = (),
+        momentum_dtypes: Sequence[int] = (),
+    ) -> None:
+        self.params, self.grads, self.momenta = CArray("Q", params), CArray("Q", grads), CArray("Q", momenta)
+        self.sizes = CArray("q", sizes)
+        self.dtypes, self.momentum_dtypes = CArray("i", dtypes), CArray("i", momentum_dtypes)
 
 
-class StepTable(NamedTuple):
+class StepTable:
     """The numbers that tensors step with, in rows of 13 as `Row` in clip.c, and which row each tensor gets."""
 
-    numbers: Sequence[float]
-    row_of_tensor: Sequence[int]
+    __slots__ = ("numbers", "row_of_tensor")
+
+    def __init__(self, numbers: Sequence[float], row_of_tensor: Sequence[int]) -> None:
+        self.numbers, self.row_of_tensor = CArray("d", numbers), CArray("i", row_of_tensor)
 
 
 class ClipCalls:
@@ -91,8 +108,7 @@ class ClipCalls:
 
         counters: where to add what was counted, each tensor at its slot; by default its position.
         """
-        param_addresses = addresses(params) if params is not None else None
-        tensors = TensorTable(param_addresses, addresses(grads), sizes(grads), dtype_codes(grads))
+        tensors = TensorTable(addresses(params or ()), addresses(grads), sizes(grads), dtype_codes(grads))
         self.run_at(operation, tensors, step_table, counters, slots, instruction_set, threads)
 
     def run_at(
@@ -106,23 +122,22 @@ class ClipCalls:
         threads: int | None = None,
     ) -> None:
         """`run` for callers that know addresses and sizes already."""
-        n, momentum = len(tensors.grads), operation == "momentum"
-        row_of_tensor, numbers = as_array("i", step_table.row_of_tensor), as_array("d", step_table.numbers)
+        n = len(tensors.grads.values)
         # without counters the C code does not read the slots
-        slot = array("i", range(n) if slots is None else slots) if counters is not None else row_of_tensor
+        slot = CArray("i", range(n) if slots is None else slots) if counters is not None else step_table.row_of_tensor
         failed = self._pass(
             OPERATIONS[operation],
             *self._instruction_sets.choose(instruction_set, threads),
             n,
-            pointer(tensors.params),
-            pointer(tensors.grads),
-            pointer(tensors.momenta) if momentum else None,
-            pointer(tensors.sizes),
-            pointer(tensors.dtypes),
-            pointer(tensors.momentum_dtypes) if momentum else None,
-            pointer(row_of_tensor),
-            pointer(numbers),
-            pointer(slot),
+            tensors.params.address,
+            tensors.grads.address,
+            tensors.momenta.address,
+            tensors.sizes.address,
+            tensors.dtypes.address,
+            tensors.momentum_dtypes.address,
+            step_table.row_of_tensor.address,
+            step_table.numbers.address,
+            slot.address,
             counters.table.data_ptr() if counters is not None else None,
             counters.bins.data_ptr() if counters is not None and counters.bins is not None else None,
             counters.logs.data_ptr() if counters is not None and counters.logs is not None else None,

@@ -233,11 +233,11 @@ class BiClip(ClippingOptimizer):
             if rounding is not None:
                 slot = slot or self._slots()
             for positions, hparams in self._hparams_by_positions(group, params, top):
-                if rounding is not None:
-                    hparams = hparams._replace(rounding=rounding)
                 if positions is None and not momenta and not slot:
                     batches.append((group, StepGroup(params, grads, hparams)))
                     continue
+                if rounding is not None:
+                    hparams = hparams._replace(rounding=rounding)
                 ps = params if positions is None else [params[i] for i in positions]
                 gs = grads if positions is None else [grads[i] for i in positions]
                 batch = StepGroup(ps, gs, hparams, [slot[id(p)] for p in ps] if slot else ())

@@ -253,8 +253,10 @@ class ClippingOptimizer(Optimizer):
     def _after_step(self, gathered: Gathered) -> None:
         """Count a step that was taken, and show its gradients to the groups whose thresholds follow them."""
         count_rounding(self.param_groups)
-        if any(is_auto(group["u"]) for group in self.param_groups):
-            self._observe_step(gathered)
+        for group in self.param_groups:
+            if is_auto(group["u"]):
+                self._observe_step(gathered)
+                break
 
     @torch.no_grad()  # thresholds are constants of a differentiable step
     @_disable_dynamo  # thresholds are plain numbers that change: a compiled step is traced again when they do

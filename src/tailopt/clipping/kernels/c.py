@@ -13,7 +13,6 @@ from tailopt.clipping.reference import ScaleToNorm, StepHyperparameters
 from tailopt.clipping.step_cache import StepCache
 from tailopt.native import library
 from tailopt.native.calls import DTYPES
-from tailopt.native.clip import TensorTable
 
 
 def refuses(p: Tensor, g: Tensor, hparams: StepHyperparameters) -> str:
@@ -40,22 +39,15 @@ def run(
         cache.learn(params, momenta)
         cache.locate(params)
     cache.locate_gradients(grads)
-    cache.locate_momenta(momenta)
+    if momenta:
+        cache.locate_momenta(momenta)
     step_table = cache.step_table(groups)
-    tensors = TensorTable(
-        cache.param_addresses.table,
-        cache.grad_addresses.table,
-        cache.sizes,
-        cache.dtype_codes,
-        cache.momentum_addresses.table,
-        cache.momentum_codes,
-    )
     # The kernel writes past autograd: without this, a backward pass would use a saved tensor that has changed, and
     # nobody would notice. It comes before the pass, which sweeps the tensors' headers out of the processor's caches.
     torch.autograd.graph.increment_version(params)
     kernel.clip.run_at(
         _operation(groups),
-        tensors,
+        cache.tensor_table,
         step_table,
         recorder.counters(torch.device("cpu")) if recorder is not None else None,
         [slot for group in groups for slot in group.slots] if recorder is not None else None,
