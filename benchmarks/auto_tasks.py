@@ -59,6 +59,7 @@ def searched(problem: Any, arguments: argparse.Namespace) -> dict[str, SweepResu
             metric=arguments.metric,
             rounds=arguments.rounds,
             device=arguments.device,
+            batch=arguments.batch,
             run=folder,
         )
         print(f"{name}: {found[name].summary()}\n", flush=True)
@@ -91,6 +92,7 @@ def main() -> None:
     parser.add_argument("--tune", type=int, default=2, help="tuning seeds")
     parser.add_argument("--fresh", type=int, default=5, help="fresh seeds")
     parser.add_argument("--device")
+    parser.add_argument("--batch", type=int, help="points side by side; a run that is stopped loses those under way")
     parser.add_argument("--run", type=Path, default=Path("runs/auto"))
     arguments = parser.parse_args()
     given = {"pretrained": arguments.model, "tokenizer": arguments.tokenizer, "data": arguments.data}
