@@ -3,6 +3,7 @@
 #   make demo       draw the figure of the README         make test       the tests, except slow and GPU tests
 #   make bench      run all benchmarks                    make slow       the slow tests
 #   make docs       build the guide into site/            make gpu        the tests that need a CUDA device
+#   make linkcheck  the links within the guide; `make linkcheck-outside` also those that need a network
 #   make lint       ruff and mypy                         make coverage   the tests, with the lines that they reach
 #   make workflows  actionlint, where it can be found     make hooks      run ruff and mypy before commits and pushes
 #   make dist       the sdist and the wheel, into dist/
@@ -29,7 +30,7 @@ BENCHMARKS := $(filter-out benchmarks/bits%.py,$(sort $(shell grep -l '"--write"
 # The Triton that belongs to the newest torch in CI; the one of a CUDA build of torch is not replaced.
 TRITON ?= triton==3.7.1
 
-.PHONY: demo test lint bench docs dist slow gpu interpreter coverage workflows hooks clean
+.PHONY: demo test lint bench docs linkcheck linkcheck-outside dist slow gpu interpreter coverage workflows hooks clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -69,8 +70,18 @@ hooks: $(READY)
 bench: $(READY)
 	set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script --write; done
 
+# Every warning is an error, and so is a name in the reference that leads nowhere. Needs no network.
+SPHINX := $(BIN)/python -m sphinx -W --keep-going -n -q -d build/doctrees
+
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(SPHINX) -b html docs site
+
+linkcheck: docs
+	$(BIN)/python docs/check_links.py site
+
+linkcheck-outside: $(READY)
+	$(SPHINX) -D nb_execution_mode=off -b linkcheck docs build/linkcheck
+	$(BIN)/python docs/inventories/renew.py
 
 # The wheel is made from the sdist, so that what the sdist lacks is noticed. Not isolated: .venv has setuptools.
 dist: $(READY)
@@ -85,6 +96,6 @@ $(READY): pyproject.toml setup.py constraints.txt $(KERNEL)
 	touch $@
 
 clean:
-	rm -rf .venv build dist site htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv build dist site jupyter_execute htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	rm -f src/tailopt/native/_cpu.*
 	find . -name __pycache__ -type d -not -path "./.venv/*" -prune -exec rm -rf {} +

@@ -1,16 +1,17 @@
-"""Every python block of README.md and docs/*.md runs unchanged, in one namespace per page.
+"""Every python block of README.md and docs/*.md runs unchanged, in a namespace of its own, and imports what it uses.
 
-A comment directly before a block names a package that it needs (`<!-- needs: transformers -->`, several allowed), or
-the reason why it cannot run here (`<!-- no-run: two GPUs -->`).
+A block whose first line is `# continues the first block` or `# continues the block above` also has the values, but not
+the imports, of that block of the page. A comment directly before a block names a package that it needs
+(`<!-- needs: transformers -->`, several allowed), or the reason why it cannot run here (`<!-- no-run: two GPUs -->`).
+If a block of text follows directly, it is what the block printed.
 """
 
+import ast
+import builtins
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,11 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LANGUAGES = {"python", "diff", "bash", "text", "bibtex", "toml"}
+LANGUAGES = {"python", "diff", "bash", "text", "bibtex", "toml", "{eval-rst}"}
 
 COMMENT = re.compile(r"^\s*<!--\s*(?P<key>needs|no-run):(?P<value>.*?)-->\s*$")
 FENCE = re.compile(r"^(?P<indent>\s*)```(?P<language>\S*)\s*$")
+CONTINUES = re.compile(r"# continues the (?P<which>first block|block above)\n")
 LINK = re.compile(r"\]\((?P<target>[^)#\s]+)(?:#[^)\s]*)?\)")
 
 
@@ -32,11 +34,12 @@ class Block:
     code: str
     needs: tuple[str, ...]
     no_run: str | None
+    output: str | None = None  # the text below a python block
 
 
 def blocks(text):
     """The fenced blocks of a page, each with the comments directly before it."""
-    lines, found, needs, no_run, i = text.splitlines(), [], [], None, 0
+    lines, found, needs, no_run, between, i = text.splitlines(), [], [], None, "", 0
     while i < len(lines):
         if comment := COMMENT.match(lines[i]):
             if comment["key"] == "needs":
@@ -46,10 +49,16 @@ def blocks(text):
         elif fence := FENCE.match(lines[i]):
             end = next(j for j in range(i + 1, len(lines)) if lines[j].strip() == "```")
             code = textwrap.dedent("\n".join(lines[i + 1 : end])) + "\n"
+            last = found[-1] if found else None
+            if fence["language"] == "text" and last is not None and last.language == "python" and not between.strip():
+                found[-1] = replace(last, output=code)
             found.append(Block(fence["language"], i + 2, code, tuple(needs), no_run))
+            between = ""
             needs, no_run, i = [], None, end
         elif needs or no_run is not None:
             assert not lines[i].strip(), f"line {i + 1}: a needs or no-run comment must be directly before its block"
+        else:
+            between += lines[i]
         i += 1
     assert not needs, "a needs comment without a block"
     assert no_run is None, "a no-run comment without a block"
@@ -60,23 +69,67 @@ def name(page):
     return page.relative_to(ROOT).as_posix()
 
 
+def python_blocks(page):
+    return [block for block in blocks(page.read_text(encoding="utf-8")) if block.language == "python"]
+
+
+def imports(code):
+    """The names that a block imports."""
+    nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {(alias.asname or alias.name).split(".")[0] for node in nodes for alias in node.names}
+
+
+def values(code):
+    """The names that a block binds anywhere, other than by an import."""
+    nodes = list(ast.walk(ast.parse(code)))
+    return (
+        {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+        | {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        | {node.arg for node in nodes if isinstance(node, ast.arg)}
+    )
+
+
+def missing(code, given=frozenset()):
+    """The names that a block uses and has from nowhere."""
+    found = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)]
+    used = {node.id for node in found if isinstance(node.ctx, ast.Load)}
+    return used - imports(code) - values(code) - given - set(dir(builtins))
+
+
+def continued(block, earlier):
+    """What a block begins with, of what `earlier` has for each of the blocks before it; None for nothing."""
+    which = CONTINUES.match(block.code)
+    return None if which is None else earlier[0 if which["which"] == "first block" else -1]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_python_block_imports_what_it_uses(page):
+    has = []
+    for block in python_blocks(page):
+        given = continued(block, has) or frozenset()
+        assert missing(block.code, given) == set(), f"{name(page)}:{block.line}"
+        has.append(given | values(block.code))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 # Trainer, Accelerate and Lightning warn about workers and defaults; ours must not.
 @pytest.mark.filterwarnings("ignore", "error:::tailopt")
-def test_python_blocks_run(page, tmp_path, monkeypatch):
+def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    namespace, missing = {"__name__": "__main__"}, set()
+    namespaces, absent = [], set()
     with torch.random.fork_rng(devices=[]):
-        for block in blocks(page.read_text(encoding="utf-8")):
-            if block.language != "python" or block.no_run is not None:
-                continue
-            absent = {module for module in block.needs if importlib.util.find_spec(module) is None}
-            missing |= absent
-            if not absent:
+        for block in python_blocks(page):
+            namespace = {"__name__": "__main__"} | (continued(block, namespaces) or {})
+            namespaces.append(namespace)
+            lacks = {module for module in block.needs if importlib.util.find_spec(module) is None}
+            absent |= lacks
+            if block.no_run is None and not lacks:
                 code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
                 exec(code, namespace)
-    if missing:
-        pytest.skip(f"the blocks that need {', '.join(sorted(missing))} did not run; the others did")
+                printed = capsys.readouterr().out
+                assert block.output is None or printed.split() == block.output.split(), f"{name(page)}:{block.line}"
+    if absent:
+        pytest.skip(f"the blocks that need {', '.join(sorted(absent))} did not run; the others did")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -96,22 +149,23 @@ def test_links_lead_somewhere(page):
     assert [t for t in local if not (page.parent / t).exists()] == []
 
 
-def test_the_guide_builds(tmp_path):
-    """Strict: a dead link, a name the reference cannot find or a malformed docstring is an error."""
-    pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
-    page = (tmp_path / "site/reference/index.html").read_text(encoding="utf-8")
-    # A doctest outside an "Examples:" section is read as Markdown, and >>> as a quotation in a quotation.
-    assert "<blockquote>" not in page, "a doctest that is not rendered as code; is its section called Examples?"
-
-
 def test_blocks_are_found():
     page = "\n<!-- needs: one -->\n<!-- needs: two -->\n```python\na = 1\n```\n\n    ```diff\n    +b\n    ```\n"
     first, second = blocks(page)
     assert first == Block("python", 5, "a = 1\n", ("one", "two"), None)
     assert second == Block("diff", 9, "+b\n", (), None)
+    printing, printed = blocks("```python\nprint(1)\n```\n\n```text\n1\n```\n")
+    assert printing.output == printed.code == "1\n"
+    assert [block.output for block in blocks("```python\n```\nIt says\n```text\n1\n```\n")] == [None, None]
     with pytest.raises(AssertionError, match="directly before"):
         blocks("<!-- no-run: why -->\ntext\n```python\n```\n")
+
+
+def test_what_a_block_lacks_is_found():
+    assert missing("import a\nb = [a.c(d) for d in e]") == {"e"}
+    assert missing("def f(x):\n    return x + print(y)") == {"y"}
+    above = Block("python", 1, "# continues the block above\nprint(x)\n", (), None)
+    assert continued(above, [{"x"}, {"y"}]) == {"y"}
+    first = Block("python", 1, "# continues the first block\nprint(x)\n", (), None)
+    assert continued(first, [{"x"}, {"y"}]) == {"x"}
+    assert continued(Block("python", 1, "print(x)\n", (), None), [{"x"}]) is None

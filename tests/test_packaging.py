@@ -89,7 +89,7 @@ def complaints(result):
 
 def test_the_version_is_written_once():
     assert importlib.metadata.version("tailopt-torch") == tailopt.__version__, "install again: the version changed"
-    for page in ("pyproject.toml", "setup.py", "CITATION.cff", "mkdocs.yml"):
+    for page in ("pyproject.toml", "setup.py", "CITATION.cff", "docs/conf.py"):
         text = (ROOT / page).read_text(encoding="utf-8")
         assert not re.search(r"""^\s*version\s*[:=]\s*["']?\d""", text, flags=re.MULTILINE), page
 

@@ -66,4 +66,4 @@ def test_documented(name):
 
 def test_the_reference_lists_them_all():
     page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"^::: tailopt\.(\w+)$", page, flags=re.MULTILINE)) == NAMES
+    assert sorted(re.findall(r"^\.\. auto\w+:: tailopt\.(\w+)$", page, flags=re.MULTILINE)) == NAMES

@@ -75,17 +75,17 @@ class Tab:
         """Prefer light or dark."""
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
-    def open(self, file: Path) -> float:
+    def open(self, file: Path, drawn: str = "document.documentElement?.dataset.drawn", query: str = "") -> float:
         """Open a file, and wait until its script has drawn; returns the seconds that this took."""
         self.events.clear()
         began = time.monotonic()
-        self.call("Page.navigate", url=file.resolve().as_uri())
+        self.call("Page.navigate", url=file.resolve().as_uri() + query)
         # two frames after the script has run, charts are drawn: their sizes come with the first one
-        drawn = (
-            "new Promise(done => { const look = () => document.documentElement?.dataset.drawn "
+        done = (
+            f"new Promise(done => {{ const look = () => {drawn} "
             "? requestAnimationFrame(() => requestAnimationFrame(() => done(true))) : setTimeout(look, 10); look() })"
         )
-        assert self.value(drawn) is True
+        assert self.value(done) is True
         return time.monotonic() - began
 
     def value(self, expression: str) -> Any:
