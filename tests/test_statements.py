@@ -11,7 +11,7 @@ import pytest
 
 from tailopt.cli.main import main
 from tailopt.cli.study import STUDIES
-from tailopt.studies import drops
+from tailopt.studies import claims, drops
 from tailopt.studies.search_spaces import SPACES
 from tailopt.studies.tables import ranges_lines
 
@@ -77,8 +77,14 @@ def test_a_page_by_the_protocol_has_the_ranges_of_the_code(page: Path) -> None:
     assert "\n".join(ranges_lines(SPACES[space], [*dict.fromkeys(algorithms)])) in text
 
 
+def test_the_page_on_the_paper_has_the_claims_of_the_code_and_names_every_study() -> None:
+    page = (ROOT / "docs" / "reproduce-the-paper.md").read_text(encoding="utf-8")
+    assert [number for number, text in claims.TEXTS.items() if f"\n| {number} | {text} |\n" not in page] == []
+    assert [name for name in STUDIES if f"`tailopt study {name}`" not in page] == []
+
+
 def test_both_sides_are_cited_on_noise_in_language_models() -> None:
-    text = flat("docs/index.md")
+    text = flat("docs/when-it-does-not-help.md")
     assert all(number in text for number in ("arXiv 1912.03194", "arXiv 2304.13960", "arXiv 2402.19449"))
 
 
