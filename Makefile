@@ -3,7 +3,7 @@
 #   make demo       draw the figure of the README         make test       the tests, except slow and GPU tests
 #   make bench      run all benchmarks                    make slow       the slow tests
 #   make docs       build the guide into site/            make gpu        the tests that need a CUDA device
-#   make linkcheck  the links within the guide; `make linkcheck-outside` also those that need a network
+#   make linkcheck  the links within the guide; `make weblinks` also those that need a network
 #   make lint       ruff and mypy                         make coverage   the tests, with the lines that they reach
 #   make workflows  actionlint, where it can be found     make hooks      run ruff and mypy before commits and pushes
 #   make dist       the sdist and the wheel, into dist/
@@ -30,7 +30,7 @@ BENCHMARKS := $(filter-out benchmarks/bits%.py,$(sort $(shell grep -l '"--write"
 # The Triton that belongs to the newest torch in CI; the one of a CUDA build of torch is not replaced.
 TRITON ?= triton==3.7.1
 
-.PHONY: demo test lint bench docs linkcheck linkcheck-outside dist slow gpu interpreter coverage workflows hooks clean
+.PHONY: demo test lint bench docs linkcheck weblinks dist slow gpu interpreter coverage workflows hooks clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -79,7 +79,7 @@ docs: $(READY)
 linkcheck: docs
 	$(BIN)/python docs/check_links.py site
 
-linkcheck-outside: $(READY)
+weblinks: $(READY)
 	$(SPHINX) -D nb_execution_mode=off -b linkcheck docs build/linkcheck
 	$(BIN)/python docs/inventories/renew.py
 

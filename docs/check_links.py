@@ -1,7 +1,7 @@
 """Check the links within the built guide: `python docs/check_links.py site`. Needs no network.
 
 Every address within the guide must be a file, and what follows its # an element of that page. No page may load anything
-from elsewhere: scripts, styles, fonts and pictures are in the folder. `make linkcheck-outside` checks other links.
+from elsewhere: scripts, styles, fonts and pictures are in the folder. `make weblinks` checks other links.
 """
 
 import re

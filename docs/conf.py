@@ -73,6 +73,7 @@ html_css_files = ["guide.css"]
 html_show_sourcelink = False
 html_copy_source = False
 html_sidebars = {"**": ["whole-guide"]}
+html_context = {"default_mode": "auto"}  # light or dark, as the reader's system is
 html_theme_options = {
     "logo": {"text": "tailopt"},
     "navbar_center": [],

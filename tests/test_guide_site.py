@@ -108,8 +108,9 @@ def test_a_formula_that_cannot_be_drawn_is_a_warning(tmp_path: Path) -> None:
     assert "index.md:3" in result.stderr and "unheard" in result.stderr
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tab() -> Iterator[browser.Tab]:
+    """A browser for each test: what one page says late would be heard while another is open."""
     with browser.tab() as page:
         page.size(1280, 900)
         yield page
@@ -120,6 +121,7 @@ def requests_outside(tab: browser.Tab) -> list[str]:
 
 
 def test_search_works_without_a_server(tab: browser.Tab, site: Path) -> None:
+    """Titles; the lines of text below them appear only where a server has the pages, as browsers read no files."""
     links = "document.querySelectorAll('#search-results li a')"
     tab.open(site / "search.html", drawn=f"{links}.length > 3", query="?q=momentum")
     assert any("Momentum" in title for title in tab.value(f"[...{links}].map(link => link.textContent)"))
@@ -171,8 +173,10 @@ def test_published_pages_are_read_from_an_inventory_of_sphinx(site: Path) -> Non
 
 def test_docstrings_become_restructuredtext() -> None:
     convert = script("_extensions/plain_docstrings.py").converted
-    typed = "One |g| * 2 of `a_b | c`.\n\n    p <- |g|\n\nArgs:\n    u, d: 2 * x\n\nExamples:\n    >>> 2 * 3\n    6"
+    typed = (
+        "One |g| * 2 of `a_b | c`.\n\n    p <- |g|\n\nAttributes:\n    u, d: 2 * x\n\nExamples:\n    >>> 2 * 3\n    6"
+    )
     assert convert(typed) == (
         "One \\|g\\| \\* 2 of ``a_b | c``.\n\n.. code-block:: text\n\n    p <- |g|\n\n"
-        "Args:\n    u,d: 2 \\* x\n\nExamples:\n    >>> 2 * 3\n    6"
+        "Attributes:\n    u,d: 2 \\* x\n\nExamples:\n    >>> 2 * 3\n    6"
     )

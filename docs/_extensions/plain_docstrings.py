@@ -23,18 +23,18 @@ def escaped(text: str) -> str:
 def converted(docstring: str) -> str:
     """The docstring, in reStructuredText, with the sections of Google's style left to napoleon."""
     out: list[str] = []
-    section = False  # within "Args:" and the like, indentation has a meaning of its own
+    section = ""  # within "Args:" and the like, indentation has a meaning of its own
     for paragraph in docstring.split("\n\n"):
         first = paragraph.strip("\n").split("\n")[0]
         if not first.startswith(" "):
-            section = first in SECTIONS
+            section = first if first in SECTIONS else ""
         if ">>>" in paragraph:
             out.append(paragraph)
         elif first.startswith("==="):
             out += [AS_TYPED, textwrap.indent(paragraph, "    ")]
         elif out and not section and first.startswith("    "):
             out += [AS_TYPED, paragraph]
-        elif section:  # "u, d: ..." would be a d of the type u
+        elif section == "Attributes:":  # "u, d: ..." would be a d of the type u
             out.append(escaped(SEVERAL.sub(lambda names: names[0].replace(", ", ","), paragraph)))
         else:
             out.append(escaped(paragraph))
