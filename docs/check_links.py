@@ -64,6 +64,6 @@ def problems(site: Path) -> list[str]:
 
 if __name__ == "__main__":
     wrong = problems(Path(sys.argv[1]))
-    print(*wrong, sep="\n")
-    print(f"{sys.argv[1]}: {len(wrong)} broken links or addresses that are loaded from elsewhere")
+    for line in [*wrong, f"{sys.argv[1]}: {len(wrong)} broken links or addresses that are loaded from elsewhere"]:
+        print(line)
     sys.exit(int(bool(wrong)))

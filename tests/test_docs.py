@@ -143,6 +143,13 @@ def test_blocks_say_what_they_are(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_page_has_no_markup_of_mkdocs(page):
+    """Sphinx would print it as it is: `!!! note` is `:::{note}` here, and `::: name` an autodoc directive."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if re.match(r"\s*(!!! |\?\?\? |::: )", line)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page):
     targets = [m["target"] for m in LINK.finditer(page.read_text(encoding="utf-8"))]
     local = [t for t in targets if not re.match(r"[a-z]+:", t)]
