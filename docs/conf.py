@@ -54,7 +54,7 @@ napoleon_use_ivar = True
 # Types in signatures that have no page: what is not public here, and packages that few readers have.
 nitpick_ignore_regex = [
     ("py:class", r"tailopt\.[a-z_]+\..+"),
-    ("py:class", r"flwr\..+|DataFrame|Series"),
+    ("py:class", r"(accelerate|flwr|lightning|transformers)\..+|DataFrame|Series"),
     ("py:exc", "Disagreement|NodeLost"),
 ]
 
