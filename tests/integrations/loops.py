@@ -45,11 +45,11 @@ def trained(net: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in net.named_parameters() if p.requires_grad]
 
 
-def inner(net: nn.Module, name: str = "BiClip") -> torch.optim.Optimizer:
+def inner(net: nn.Module, name: str = "BiClip") -> Any:
     """One of the optimizers of this library, by one line."""
     return {
         "BiClip": lambda: tailopt.BiClip(trained(net), lr=0.1, u=0.3, d=0.01, statistics=True),
-        "L2Clip": lambda: tailopt.L2Clip(trained(net), lr=0.1, u=0.5, statistics=True),
+        "L2Clip": lambda: tailopt.L2Clip(trained(net), lr=0.1, u=0.5, nonfinite="skip"),
         "Clipped": lambda: tailopt.Clipped(torch.optim.AdamW(trained(net), lr=0.01), u=0.3, d=0.01),
     }[name]()
 
@@ -167,19 +167,22 @@ def with_lightning(
         def configure_optimizers(self) -> Any:
             return [optimizer], [{"scheduler": schedule(optimizer), "interval": "step"}]
 
+    precision = "bf16-mixed" if bf16 else "32-true"
+    defaults = {"enable_checkpointing": False, "devices": 1, "num_sanity_val_steps": 0, "precision": precision}
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_steps=steps,
         accumulate_grad_batches=ACCUMULATION,
-        precision="bf16-mixed" if bf16 else "32-true",
         callbacks=list(callbacks),
         default_root_dir=folder,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"enable_checkpointing": False, "devices": 1, "num_sanity_val_steps": 0, **settings},
+        **defaults | settings,
     )
-    loader = DataLoader(rows(node), BATCH, shuffle=True, generator=torch.Generator().manual_seed(node))
+    # Nobody saves the state of a loader's own generator; torch's generator is in the checkpoints of the nodes.
+    own = None if settings.get("enable_checkpointing") else torch.Generator().manual_seed(node)
+    loader = DataLoader(rows(node), BATCH, shuffle=True, generator=own)
     validation = DataLoader(rows(node), BATCH) if "val_check_interval" in settings else None
     trainer.fit(Module(), loader, validation, ckpt_path=resume)
     return trainer

@@ -31,7 +31,8 @@ def compare(library: str, node: int, folder: Path, bf16: bool) -> dict[str, Any]
     integration = importlib.import_module(f"tailopt.integrations.{library}")
     net = loops.Net()
     optimizer = nested(net)
-    seen = loops.Seen(net, optimizer.optimizer)
+    inner: Any = optimizer.optimizer
+    seen = loops.Seen(net, inner)
     callbacks = [integration.NestedCallback(optimizer)] if library != "accelerate" else []
     more = {"callbacks": callbacks} if callbacks else {}
     loops.LOOPS[library](net, optimizer, node, folder, STEPS, bf16=bf16, **more)
@@ -44,7 +45,7 @@ def compare(library: str, node: int, folder: Path, bf16: bool) -> dict[str, Any]
     other.synchronize()
     facts = ("round", "participants", "steps", "weights", "excluded")
     return {
-        "names": list(optimizer.optimizer.statistics()),
+        "names": list(inner.statistics()),
         "seen": [sum(len(batch["x"]) for batch in batches) for batches in seen.steps],
         "rows": sorted({round(float(v), 6) for batches in seen.steps[:3] for b in batches for v in b["labels"]}),
         "local": seen.weights,

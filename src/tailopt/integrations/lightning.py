@@ -107,6 +107,10 @@ class NestedCallback(Callback):
         if isinstance(trainer.strategy.checkpoint_io, _Followed):
             trainer.strategy.checkpoint_io = trainer.strategy.checkpoint_io.io
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the last round also where Lightning had nothing left to train."""
+        self.optimizer.synchronize()
+
 
 class _Followed(CheckpointIO):
     """Lightning's way to write checkpoints; every whole one is followed by one of the nodes."""

@@ -63,6 +63,11 @@ class NestedCallback(TrainerCallback):
         _check_stepped(self.optimizer, trainer["optimizer"])
         _check_settings(args, self._checkpoints.has_run)
         self._checkpoints.check_step(state.global_step)
+        if state.global_step >= state.max_steps:
+            raise ValueError(
+                f"The run is finished: it has taken {state.global_step} steps of max_steps={state.max_steps}, and "
+                f"Trainer would take another one. Give more steps, or use the weights in {self.resume_from}."
+            )
         saves = {"save_strategy": str(args.save_strategy), "save_steps": state.save_steps}
         self._checkpoints.check_same({"max_steps": state.max_steps, **saves})
         if args.save_strategy != SaveStrategy.NO:
