@@ -27,6 +27,7 @@ NAMES = ["body.2.weight", "body.2.bias", "head.weight", "head.bias"]
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One thread, no network, and the generators as they were."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # Trainer of Transformers 4 sets it, and leaves it
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.random.fork_rng(devices=[]):
