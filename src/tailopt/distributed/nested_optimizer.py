@@ -24,14 +24,13 @@ from tailopt.algorithms import Algorithm
 from tailopt.arguments import check_counts, check_flags
 from tailopt.distributed.agreement import without_local_settings
 from tailopt.distributed.checkpointing import Resumed, all_excluded
-from tailopt.distributed.data_parallel import refuse_data_parallel
 from tailopt.distributed.exchange import TrainableSetsDiffer
 from tailopt.distributed.exchange_types import ExchangeReport, JudgingCriteria
 from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.header import digest64
 from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.local_round import LocalRound
-from tailopt.distributed.mesh import node_group, rank_group, require_process_group
+from tailopt.distributed.mesh import check_nodes, node_group, require_process_group
 from tailopt.distributed.node import Node
 from tailopt.distributed.node_records import NodeRecords, RecordOptions
 from tailopt.distributed.rule_optimizer import RuleOptimizer
@@ -160,8 +159,7 @@ class NestedOptimizer(Optimizer):
         inner_thresholds = None if settings is None else settings.inner.auto_thresholds
         self._auto_thresholds = AutoThresholdsByLevel(inner_thresholds, self._outer.auto_thresholds)
         group = node_group(mesh)
-        rank_group(group, params)  # result unused: its checks reject an invalid mesh before the first message
-        refuse_data_parallel(model, group)
+        check_nodes(group, params, model)  # before the first message
         transport = GlooTransport.of(group, timeout, stall_timeout)
         buffers = Buffers(model) if model is not None else None
         policy = replace(policy, nodes=transport.nodes)

@@ -14,7 +14,6 @@ from here.
 from __future__ import annotations
 
 import os
-import warnings
 from typing import Any
 
 from tailopt.distributed.nested_optimizer import NestedOptimizer
@@ -66,7 +65,6 @@ class NestedCallback(Callback):
     def __init__(self, optimizer: NestedOptimizer) -> None:
         self._checkpoints = NodeCheckpoints(optimizer)
         self.optimizer = optimizer
-        self._warned_of_evaluation = False
 
     @property
     def resume_from(self) -> str | None:
@@ -77,8 +75,10 @@ class NestedCallback(Callback):
         """Check everything that would make the nodes one, and follow what Lightning writes from now on."""
         _check_trainer(trainer, self.optimizer)
         self._checkpoints.check_step(trainer.global_step)
-        limits = {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}
-        self._checkpoints.check_same({**limits, "batches": str(trainer.num_training_batches)})
+        limits: dict[str, Any] = {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}
+        if trainer.max_steps < 0:  # then the data decide how many steps there are
+            limits["batches of an epoch"] = str(trainer.num_training_batches)
+        self._checkpoints.check_same(limits)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
                 self._checkpoints.check_own_folder("dirpath", callback.dirpath)
@@ -91,15 +91,7 @@ class NestedCallback(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn once where the validated weights are those of this node alone."""
-        steps = self.optimizer.local_steps
-        if trainer.global_step % steps and not self._warned_of_evaluation:
-            self._warned_of_evaluation = True
-            warnings.warn(
-                f"The validation after step {trainer.global_step} is in the middle of a round: it is that of this "
-                f"node's own weights. For those of all nodes validate after multiples of local_steps={steps}.",
-                UserWarning,
-                stacklevel=2,
-            )
+        self._checkpoints.warn_inside_round("validation", trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the last round with the steps that were taken, and follow Lightning's checkpoints no longer."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ class NodeCheckpoints:
         self.optimizer = optimizer
         self.has_run = options.folder is not None
         self._written: int | None = None  # the step of the last one
+        self._warned = False
 
     @property
     def resume_from(self) -> str | None:
@@ -127,6 +129,18 @@ class NodeCheckpoints:
                 f"Invalid {name}: nodes {', '.join(map(str, same))} write their own checkpoints to one folder, here "
                 f"{os.fspath(folder)}; need one for each node. Add the number of the node to it: "
                 f'f"{os.path.normpath(folder)}/node-{{node}}", with node = connect().'
+            )
+
+    def warn_inside_round(self, what: str, step: int) -> None:
+        """Warn once where an evaluation, of that name, is of the weights of this node alone."""
+        local_steps = self.optimizer.local_steps
+        if step % local_steps and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"The {what} after step {step} is in the middle of a round: it is that of this node's own weights. For "
+                f"those of all nodes let it follow multiples of local_steps={local_steps}.",
+                UserWarning,
+                stacklevel=3,
             )
 
     def write(self, checkpoint: str | os.PathLike[str], step: int, extra: Mapping[str, Any] | None = None) -> None:

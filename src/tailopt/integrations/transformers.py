@@ -48,7 +48,6 @@ class NestedCallback(TrainerCallback):
     def __init__(self, optimizer: NestedOptimizer) -> None:
         self._checkpoints = NodeCheckpoints(optimizer)
         self.optimizer = optimizer
-        self._warned_of_evaluation = False
 
     @property
     def resume_from(self) -> str | None:
@@ -109,15 +108,7 @@ class NestedCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **trainer: Any
     ) -> None:
         """Warn once where the evaluated weights are those of this node alone."""
-        steps = self.optimizer.local_steps
-        if state.global_step % steps and not self._warned_of_evaluation:
-            self._warned_of_evaluation = True
-            warnings.warn(
-                f"The evaluation after step {state.global_step} is in the middle of a round: it is that of this node's "
-                f"own weights. For those of all nodes let eval_steps be a multiple of local_steps={steps}.",
-                UserWarning,
-                stacklevel=2,
-            )
+        self._checkpoints.warn_inside_round("evaluation", state.global_step)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **trainer: Any
