@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tailopt.clipping.dtensor import is_dtensor, positions_by_process_groups
+from tailopt.distributed.data_parallel import refuse_data_parallel
 
 
 def local_tensor(p: Tensor) -> Tensor:
@@ -39,6 +40,12 @@ def node_group(mesh: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup
             'Give that one, such as mesh=mesh["node"].'
         )
     return mesh.get_group()
+
+
+def check_nodes(nodes: dist.ProcessGroup | None, params: Sequence[Tensor], model: nn.Module | None) -> None:
+    """Raise where the parameters are sharded over nodes, or DDP makes several nodes one."""
+    rank_group(nodes, params)
+    refuse_data_parallel(model, nodes)
 
 
 def rank_group(nodes: dist.ProcessGroup | None, params: Sequence[Tensor]) -> dist.ProcessGroup | None:

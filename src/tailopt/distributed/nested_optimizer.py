@@ -30,7 +30,7 @@ from tailopt.distributed.gloo import GlooTransport
 from tailopt.distributed.header import digest64
 from tailopt.distributed.interfaces import blocking
 from tailopt.distributed.local_round import LocalRound
-from tailopt.distributed.mesh import node_group, rank_group, require_process_group
+from tailopt.distributed.mesh import check_nodes, node_group, require_process_group
 from tailopt.distributed.node import Node
 from tailopt.distributed.node_records import NodeRecords, RecordOptions
 from tailopt.distributed.rule_optimizer import RuleOptimizer
@@ -63,11 +63,10 @@ class NestedOptimizer(Optimizer):
         outer_settings: its settings: olr, o_u, o_d, oeps, momentum, outer_betas, bias_correction.
         local_steps: inner steps of a round.
         model: for parameter names and buffers; without it parameters are called 0, 1, ... and buffers stay local.
-        mesh: the nodes: a DeviceMesh of one dimension, such as `mesh["node"]`, or a process group; by default all
-            processes.
+        mesh: the nodes: a DeviceMesh of one dimension, such as `mesh["node"]`, or a process group; else all processes.
         weight: of this node in the mean.
         participation, participants, sampling, seed, on_drop, proximal, projection, average, guard, aggregate: as in
-            `tailopt.simulate`; checkpoint_every and keep too.
+            `tailopt.simulate`; keep and checkpoint_every too, which may be None: then only `checkpoint()` writes.
         inner_state: "keep", or "reset" to begin every round with a new inner state.
         rounds: after this many the run is `finished`; needed where not every node takes part in every round, so that
             nobody waits for nodes that have left.
@@ -118,7 +117,7 @@ class NestedOptimizer(Optimizer):
         exact: bool = False,
         run: str | os.PathLike[str] | None = None,
         resume: bool = False,
-        checkpoint_every: int = 1,
+        checkpoint_every: int | None = 1,
         keep: int = 3,
         extra: Callable[[], Mapping[str, Any]] | None = None,
         describe: Mapping[str, Any] | None = None,
@@ -160,7 +159,7 @@ class NestedOptimizer(Optimizer):
         inner_thresholds = None if settings is None else settings.inner.auto_thresholds
         self._auto_thresholds = AutoThresholdsByLevel(inner_thresholds, self._outer.auto_thresholds)
         group = node_group(mesh)
-        rank_group(group, params)  # result unused: its checks reject an invalid mesh before the first message
+        check_nodes(group, params, model)  # before the first message
         transport = GlooTransport.of(group, timeout, stall_timeout)
         buffers = Buffers(model) if model is not None else None
         policy = replace(policy, nodes=transport.nodes)
@@ -432,7 +431,7 @@ class NestedOptimizer(Optimizer):
         """Write a checkpoint now, in the middle of a round or at its end; on every node, after the same local step.
 
         Returns whether it was written: a full disk is warned of, and the run continues with the previous one. At the
-        ends of rounds checkpoints are written without asking, every `checkpoint_every` rounds.
+        ends of rounds checkpoints are written without asking, every `checkpoint_every` rounds if it is a number.
 
         Args:
             extra: what of this node comes back as `resumed.extra`, such as the position in the data: tensors and plain

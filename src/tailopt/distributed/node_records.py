@@ -39,7 +39,7 @@ class RecordOptions:
     Args:
         folder: the run folder, or None.
         resume: whether the run continues from its last checkpoint.
-        checkpoint_every: rounds between checkpoints.
+        checkpoint_every: rounds between checkpoints; None where only the user writes them.
         keep: how many checkpoints.
         extra: what this node's checkpoints hold besides.
         describe: what the configuration contains besides.
@@ -48,14 +48,14 @@ class RecordOptions:
 
     folder: str | os.PathLike[str] | None
     resume: bool
-    checkpoint_every: int
+    checkpoint_every: int | None
     keep: int
     extra: Callable[[], Mapping[str, Any]] | None
     describe: Mapping[str, Any]
     loggers: Sequence[Callable[[dict[str, Any]], None]]
 
     def __post_init__(self) -> None:
-        check_counts(checkpoint_every=self.checkpoint_every, keep=self.keep)
+        check_counts(checkpoint_every=1 if self.checkpoint_every is None else self.checkpoint_every, keep=self.keep)
         check_flags(resume=self.resume)
         check_function("extra", self.extra, "a function of no arguments that returns a mapping, or None")
         object.__setattr__(self, "loggers", checked_loggers(self.loggers))
@@ -182,7 +182,8 @@ class NodeRecords:
         """Add a row to the history of the run folder, and write a checkpoint where one is due."""
         if self._coordinator is not None:
             self._coordinator.record(row, report)
-            if finished or self._node.round % self.options.checkpoint_every == 0:
+            every = self.options.checkpoint_every
+            if finished or (every is not None and self._node.round % every == 0):
                 self.save(0)
         if finished:
             atexit.unregister(self._end_loggers)

@@ -1,1 +1,1 @@
-"""Engines of other projects between the nodes; each file needs the extra of its name."""
+"""Training loops and engines of other projects; each file needs the extra of its name."""
