@@ -132,5 +132,6 @@ def trained(
         checkpoint_every=run.checkpoint_every,
         keep=run.keep,
         describe=chosen.record(),
+        statistics=run.statistics,
         **run.round_options(),
     )
