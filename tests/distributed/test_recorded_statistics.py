@@ -12,12 +12,15 @@ from torch import Tensor, nn
 import tailopt
 from tailopt import faults
 from tailopt.distributed.errors import Disagreement
+from tailopt.loggers import TensorBoard
+from tailopt.loggers.row_numbers import row_numbers
 from tailopt.records.checkpoints import digest
 from tailopt.records.folder import Run
 from tailopt.report.run_data import clipping, histograms
 from tailopt.rounds.clipping_counts import HISTOGRAMS
 from tailopt.seeds import generator
 from tests.distributed import forked
+from tests.loggers import small_runs, test_event_files
 
 pytest.importorskip("resource", reason="processes are forked")
 
@@ -127,8 +130,27 @@ def test_what_is_recorded_is_shown_and_loaded(server: forked.Server, tmp_path: P
     assert {*tensors.reset_index()["tensor"]} == {*rows[0]["statistics"]} and tensors["above"].sum() > 0
 
 
-def one_run(rank: int, out: str) -> None:
-    trained("histograms", rank, run=out)
+def test_an_event_file_of_real_nodes_holds_every_number(server: forked.Server, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    ends = server.run(f"{HERE}:one_run", NODES, out=str(tmp_path / "run"), log=True)
+    assert [end.status for end in ends] == [0] * NODES, ends[0].said
+    numbers, _ = test_event_files.read(tmp_path / "run" / "tensorboard")
+    rows = Run.open(tmp_path / "run").history()
+    assert small_runs.by_round(numbers) == small_runs.same({row["round"]: row_numbers(row) for row in rows})
+    assert numbers["gradients/2.weight/above"][1] == rows[0]["statistics"]["2.weight"]["above"] > 0
+
+
+def one_run(rank: int, out: str, log: bool = False) -> None:
+    trained("histograms", rank, run=out, loggers=[TensorBoard()] if log else [])
+
+
+def test_a_model_of_which_nothing_moves_is_refused() -> None:
+    """Before there is a group of processes."""
+    frozen = model().requires_grad_(False)
+    with pytest.raises(
+        ValueError, match="Invalid model: no parameter requires a gradient, so there is nothing to train"
+    ):
+        tailopt.NestedOptimizer.from_algorithm(frozen, tailopt.algorithm("avg-sgd", ilr=0.1), local_steps=1)
 
 
 def deviates(rank: int) -> list[str]:

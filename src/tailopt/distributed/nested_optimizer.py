@@ -35,7 +35,7 @@ from tailopt.distributed.node_records import NodeRecords, RecordOptions
 from tailopt.distributed.rule_optimizer import RuleOptimizer
 from tailopt.distributed.run_facts import RunFacts
 from tailopt.distributed.trainable_set import TrainableSet, described_sizes, named_parameters
-from tailopt.engines.model_state import Buffers, names_and_dimensions, trainable_parameters
+from tailopt.engines.model_state import Buffers, check_trainable, names_and_dimensions, trainable_parameters
 from tailopt.rounds import robust
 from tailopt.rounds.auto_thresholds import AutoThresholdsByLevel
 from tailopt.rounds.clipping_counts import history_statistics
@@ -224,6 +224,7 @@ class NestedOptimizer(Optimizer):
         cls, model: torch.nn.Module, algorithm: Algorithm, *, schedules: Any = None, **options: Any
     ) -> NestedOptimizer:
         """Build the inner optimizer too, from an algorithm: the way to adam2, and to the bits of the simulation."""
+        check_trainable(model)
         trained = trainable_parameters(model)
         hparams = AlgorithmHyperparameters(algorithm, schedules, *names_and_dimensions(trained))
         inner = RuleOptimizer(trained.values(), hparams.inner.rule, hparams.inner.at(1))
