@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import tailopt
 from tailopt import faults
@@ -20,6 +20,7 @@ from tailopt.report.run_data import clipping, histograms
 from tailopt.rounds.clipping_counts import HISTOGRAMS
 from tailopt.seeds import generator
 from tests.distributed import forked
+from tests.distributed.test_auto_thresholds import batches, loss
 from tests.loggers import small_runs, test_event_files
 
 pytest.importorskip("resource", reason="processes are forked")
@@ -46,14 +47,6 @@ def model() -> nn.Module:
     net = nn.Sequential(nn.Linear(8, 8300), nn.Tanh(), nn.Linear(8300, 1))
     net.unused = nn.Parameter(torch.ones(3))
     return net
-
-
-def batches(node: int, round: int, step: int, source: torch.Generator) -> tuple[Tensor, Tensor]:
-    return torch.randn(4, 8, generator=source), torch.randn(4, 1, generator=source) + node
-
-
-def loss(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return (net(batch[0]) - batch[1]).square().mean()
 
 
 def settings_of(case: str) -> dict[str, Any]:
