@@ -1,7 +1,7 @@
 """How far `tailopt.diagnose` can be trusted, and what it costs.
 
-    python benchmarks/diagnose.py [--seeds 20] [--batches 256] [--hidden 32 ...]     the accuracy, as a table
-    python benchmarks/diagnose.py --write [--batches 256]                            the time, into RESULTS.md
+    python benchmarks/diagnose.py [--seeds 20] [--first-seed 0] [--batches 256] [--hidden 32 ...]     the accuracy
+    python benchmarks/diagnose.py --write [--batches 256] [--repetitions 3]     the time, into RESULTS.md
 
 Accuracy: a network with one hidden layer is fitted to a regression, and noise of a known tail index is added to each of
 its minibatch gradients. A case is covered where the 90 % interval holds the index. Controls are Gaussian, with scales
@@ -104,18 +104,18 @@ def diagnosed(case: Case, seed: int, batches: int = 256, hidden: int = 32) -> Di
     return diagnose(model, loss, stream(), count=batches, seed=seed, progress=False)
 
 
-def accuracy(seeds: int, batches: int, hidden: int) -> list[str]:
-    """The table of all cases."""
-    size = 22 * hidden + 1
+def accuracy(given: range, batches: int, hidden: int) -> list[str]:
+    """The table of all cases, with these seeds."""
+    size, seeds = 22 * hidden + 1, len(given)
     lines = [
-        f"{size} coordinates, {batches} batches, {seeds} seeds:",
+        f"{size} coordinates, {batches} batches, {seeds} seeds from {given[0]} on:",
         "",
         "| noise | index | estimate, median | covered | width of the interval, median [most] | called heavy | light |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     print("\n".join(lines), flush=True)
     for name, case in CASES.items():
-        found = [diagnosed(case, seed, batches, hidden) for seed in range(seeds)]
+        found = [diagnosed(case, seed, batches, hidden) for seed in given]
         tails = [f.overall.tails for f in found]
         finite = math.isfinite(case.index)
         covered = sum(t.low <= case.index <= t.high for t in tails)
@@ -207,6 +207,7 @@ def times(batches: int, repetitions: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--batches", type=int, default=256)
     parser.add_argument("--hidden", type=int, nargs="*", default=[5, 32, 200])
     parser.add_argument("--time", action="store_true", help="the time, without writing it")
@@ -215,8 +216,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if not arguments.time and not arguments.write:
+        seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
         for hidden in arguments.hidden:
-            accuracy(arguments.seeds, arguments.batches, hidden)
+            accuracy(seeds, arguments.batches, hidden)
             print()
         return
     head = f"{machine()} {arguments.repetitions} repetitions; load {os.getloadavg()[0]:.1f} at the start."

@@ -170,6 +170,7 @@ def _gradients(
                 seen.add(found)
             parts = [_elements(found.get(i), place, exact).to(device) for i, place in enumerate(places)]
             rows.append(torch.cat(parts).cpu())
+            del found  # or these gradients would still be there while the next are computed
             if time.monotonic() - start > QUICK:
                 bar.update(len(rows) + nonfinite, shown, "batches of the diagnosis")
     return torch.stack(rows) if rows else torch.zeros(0, sum(map(len, places))), seen, nonfinite
@@ -192,7 +193,7 @@ def _elements(gradient: Tensor | None, places: Tensor, exact: bool) -> Tensor:
     if gradient is None:
         return torch.zeros(len(places), dtype=kind, device=places.device)
     dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
-    return real_parts(dense.detach()).reshape(-1)[places].to(kind)
+    return real_parts(dense.detach()).reshape(-1).index_select(0, places).to(kind)
 
 
 # --- From gradients to numbers ----------------------------------------------------------------------------------------

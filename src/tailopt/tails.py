@@ -27,6 +27,10 @@ BATCHES = 30  # that a tail comes from, at least; a quarter of all where there a
 # Of the correction, which assumes how the error of H grows with k. With 0.5 the interval covers 88 % of the time in the
 # worst case (alpha-stable 1.7, 100 coordinates, 256 batches, 60 seeds), with 0.7 in 92 %; with 1 it is needlessly wide.
 ALLOWANCE = 0.7
+# Up to this share the allowance is the same for both ends. What a correction in proportion to k leaves grows with the
+# square of k, and makes the index too large: beyond, the lower end has an allowance that grows so. With 23 coordinates,
+# 256 batches and 100 seeds it covers Student's t 3 in 97 % instead of 71 %, and calls as much heavy.
+EVEN_ALLOWANCE = 0.05
 BATCHES_OF_DEEPEST = 10
 ENOUGH_FOR_PLOT = 2**16  # numbers
 SHARE_OF_FEW = 0.15
@@ -141,10 +145,12 @@ def tail_index_of_few(numbers: Tensor) -> TailIndex:
     )
 
 
-def _ends(inverse: float, error: float, batches: float, allowance: float = 0.0) -> tuple[float, float]:
-    """The interval of an index from that of its inverse."""
-    half = math.hypot(student_quantile(LEVEL, batches - 1) * error, allowance)
-    low, high = inverse + half, inverse - half
+def _ends(
+    inverse: float, error: float, batches: float, of_low: float = 0.0, of_high: float = 0.0
+) -> tuple[float, float]:
+    """The interval of an index from that of its inverse; `of_low` and `of_high` are what its ends allow for beside."""
+    half = student_quantile(LEVEL, batches - 1) * error
+    low, high = inverse + math.hypot(half, of_low), inverse - math.hypot(half, of_high)
     return (1 / low if low > 0 else math.inf, 1 / high if high > 0 else math.inf)
 
 
@@ -218,17 +224,21 @@ def _interval(tails: _Tails, chosen: int, numbers: int) -> TailIndex:
     inverse, hill, error, batches = (
         float(column[chosen]) for column in (tails.inverse, tails.hill, tails.error, tails.batches)
     )
-    low, high = _ends(inverse, error, batches, allowance=ALLOWANCE * (inverse - hill))
+    share, allowance = float(tails.points[chosen]) / numbers, ALLOWANCE * (inverse - hill)
+    low, high = _ends(inverse, error, batches, allowance * max(1.0, share / EVEN_ALLOWANCE) ** 2, allowance)
     usable = tails.batches >= BATCHES_OF_DEEPEST
     deepest = int(usable.int().argmax()) if usable.any() else chosen
+    hill_there, error_there, batches_there = (
+        float(column[deepest]) for column in (tails.hill, tails.hill_error, tails.batches)
+    )
     return TailIndex(
         index=1 / inverse if inverse > 0 else math.inf,
         low=low,
         high=high,
-        share=float(tails.points[chosen]) / numbers,
+        share=share,
         points=int(tails.points[chosen]),
         batches=batches,
-        deepest_low=_ends(*(float(x[deepest]) for x in (tails.hill, tails.hill_error, tails.batches)))[0],
+        deepest_low=_ends(hill_there, error_there, batches_there)[0],
         largest_batch=float(tails.largest_batch[0]),
         shares=tuple((tails.points / numbers).tolist()),
         hill=tuple((1 / tails.hill).tolist()),

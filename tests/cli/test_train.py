@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +77,36 @@ def test_a_used_folder_is_refused_in_the_words_of_the_shell(finished: Path) -> N
     assert done.returncode != 0
     assert "Pass --resume to go on with the run in it" in done.stderr and "resume=True" not in done.stderr
     assert {path: path.read_bytes() for path in finished.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+    """Once, by node 0: in a terminal Ctrl-C reaches torchrun and all nodes, and torchrun tells the nodes again."""
+    _, *words = shlex.split(train.EXAMPLE.replace("\\\n", " "))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *words, "--rounds", "100000"],
+        cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert process.stderr is not None
+    try:
+        while not (line := process.stderr.readline()).startswith("round 2/"):
+            assert line, "it has ended"
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert said.count("tailopt: stopped.") == 1 and "The last good checkpoint is" in said
+    [again] = re.findall("To go on, run again: (.*)", said)
+    assert again.endswith("--rounds 100000 --resume")
+    done = torchrun(["--standalone", *words, "--rounds", str(rounds_of(tmp_path) + 1), "--resume"], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def rounds_of(here: Path) -> int:
+    return len((here / "runs" / "real" / "history.jsonl").read_text().splitlines())
 
 
 def test_the_history_is_that_of_a_simulation(finished: Path) -> None:

@@ -27,7 +27,7 @@ OUTER = {"olr": 0.5, "o_u": 0.05, "o_d": 0.0}
 AUTO = {"ilr": 0.01, "i_u": "auto", "olr": 0.02, "o_u": "auto"}
 BY_ROW = {"0.weight": torch.linspace(0.02, 0.2, 13).unsqueeze(1), "*": 0.1}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "bi2clip": ("bi2clip", {**INNER, **OUTER}, {}),
+    "bi2clip": ("bi2clip", {**INNER, **OUTER}, {"statistics": "histograms"}),
     "thresholds by row": ("bi2clip", {**INNER, **OUTER, "i_u": BY_ROW, "o_u": BY_ROW}, {}),
     "outer state": ("adam-biclip", {**INNER, "olr": 0.05, "oeps": 1e-3}, {}),
     "kept inner state": (
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "a sent preconditioner": ("adam2", {"ilr": 1e-3, "ieps": 1e-3, "olr": 0.01, "oeps": 1e-3}, {}),
     "projected": ("avg-sgd", {"ilr": 0.05}, {"projection": 2.0}),
     "proximal": ("bi2clip", {**INNER, **OUTER}, {"proximal": 5.0}),
-    "one of two": ("avg-biclip", INNER, {"participants": 1}),
+    "one of two": ("avg-biclip", INNER, {"participants": 1, "statistics": True}),
     # chosen after 50 gradients: the last round steps with them
     "automatic thresholds": ("bi2clip", {**INNER, **OUTER, **AUTO}, {"rounds": 10}),
     "automatic norms": ("bi2clip-l2", {**INNER, **OUTER, **AUTO, "scope": "tensor"}, {"rounds": 10}),
@@ -159,6 +159,13 @@ def assert_equal_weights(found: list[Any], expected: nn.Module) -> None:
         torch.testing.assert_close(torch.tensor(value), p.detach(), rtol=0, atol=1e-6)
 
 
+def assert_equal_counts(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(found) == list(expected)
+    for name, counts in expected.items():
+        rounded = {key: pytest.approx(x, rel=1e-4) if key in ("squares", "largest") else x for key, x in counts.items()}
+        assert found[name] == rounded, name
+
+
 def test_there_are_uneven_and_empty_shards(trained: list[dict[str, Any]]) -> None:
     assert [saw["shapes"][1] for saw in trained] == [[7], [6], [7], [6]]
     assert [saw["shapes"][3] for saw in trained] == [[1], [0], [1], [0]]
@@ -172,6 +179,7 @@ def test_equal_to_the_unsharded_simulation(case: str, trained: list[dict[str, An
         for row, other in zip(saw[case]["history"], expected.history, strict=True):
             assert row["participants"] == other["participants"]
             assert row["excluded"] == other["excluded"] == []
+            assert_equal_counts(row["statistics"], other["statistics"])
             for level, numbers in other.get("thresholds", {}).items():
                 found = row["thresholds"][level]
                 assert (found is None) == (numbers is None)

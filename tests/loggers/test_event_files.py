@@ -94,6 +94,12 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         TensorBoard()
 
 
+def test_an_old_package_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.9.1")
+    with pytest.raises(ImportError, match=r"need tensorboard 2.14 or newer .* 2.9.1 is installed: .*pip install"):
+        TensorBoard()
+
+
 def test_the_folder_that_is_given(tmp_path: Path) -> None:
     rows: Any = small_runs.simulate(loggers=[TensorBoard(tmp_path / "logs")])
     assert read(tmp_path / "logs")[0]["loss"] == {row["round"]: row["loss"] for row in rows}

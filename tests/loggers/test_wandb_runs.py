@@ -125,5 +125,5 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_old_package_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.15.1")
-    with pytest.raises(ImportError, match=r"need wandb 0.20 or newer .* and 0.15.1 is installed: .*--upgrade wandb"):
+    with pytest.raises(ImportError, match=r"need wandb 0.20 or newer .* and 0.15.1 is installed: .*pip install"):
         WandB()

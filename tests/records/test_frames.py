@@ -136,5 +136,11 @@ def test_what_is_no_run_folder(tmp_path: Path) -> None:
 def test_without_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated(tmp_path)
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match="Data frames need pandas: .*pip install"):
+    with pytest.raises(ImportError, match=r"Data frames need pandas 2 or newer \(extra \[frames\]\).*: .*pip install"):
+        records.load(tmp_path)
+
+
+def test_an_old_pandas_is_refused_with_both_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.5.3")
+    with pytest.raises(ImportError, match=r"need pandas 2 or newer .* and 1.5.3 is installed: .*pip install"):
         records.load(tmp_path)

@@ -101,8 +101,9 @@ complete -o default -F _tailopt tailopt"""
 
 
 def zsh(options: Words, names: Words, values: Words) -> str:
-    """The same for zsh, which runs completion functions of bash."""
-    return f"autoload -U +X bashcompinit && bashcompinit\n{bash(options, names, values)}"
+    """The same for zsh, which runs completion functions of bash once its own completion is set up."""
+    start = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }"
+    return f"{start}\nautoload -Uz bashcompinit && bashcompinit\n{bash(options, names, values)}"
 
 
 def fish(options: Words, names: Words, values: Words) -> str:
@@ -111,7 +112,8 @@ def fish(options: Words, names: Words, values: Words) -> str:
     for name, words in options.items():
         inside = f"complete -c tailopt -n '__fish_seen_subcommand_from {name}'"
         if name in names:
-            lines.append(f"{inside} -a {shlex.quote(' '.join(names[name]))}")
+            files = "" if name == "list" else "-f "  # `list runs` has a folder
+            lines.append(f"{inside} {files}-a {shlex.quote(' '.join(names[name]))}")
         for word in words:
             follows = f" -x -a {shlex.quote(' '.join(values[word]))}" if word in values else ""
             lines.append(f"{inside} -l {word.removeprefix('--')}{follows}")

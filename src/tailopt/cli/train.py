@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from tailopt.distributed.rendezvous import connect
 from tailopt.distributed.training import TrainingPlan, train
 from tailopt.loggers.named import named_loggers
 from tailopt.loggers.protocol import Logger
+from tailopt.records.checkpoint_folders import describe_last_checkpoint, latest
 from tailopt.rounds.drops import Drops
 
 OPTIONS = {**RUN_OPTIONS, "--resume": False, "--timeout": True}
@@ -73,6 +75,12 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
         print(f"node {rank} of {nodes} is connected and trains; node 0 prints the rounds", file=sys.stderr, flush=True)
     try:
         trained(chosen, Path(arguments.out), loggers, arguments.resume, arguments.timeout, arguments.quiet)
+    except KeyboardInterrupt:
+        # the terminal and torchrun both tell every process, so a second one may come; node 0 speaks for all
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if rank == 0:
+            last_words.say(_stop_message(Path(arguments.out)))
+        return 130
     finally:
         dist.destroy_process_group()
     if rank == 0:
@@ -80,6 +88,11 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     elif not arguments.quiet:
         print(f"node {rank} of {nodes} is done", file=sys.stderr, flush=True)
     return 0
+
+
+def _stop_message(folder: Path) -> str:
+    """What is left of a run that was stopped, and the command that goes on with it."""
+    return last_words.block("Stopped.", describe_last_checkpoint(folder, latest(folder)))
 
 
 def trained(
@@ -132,5 +145,6 @@ def trained(
         checkpoint_every=run.checkpoint_every,
         keep=run.keep,
         describe=chosen.record(),
+        statistics=run.statistics,
         **run.round_options(),
     )

@@ -39,7 +39,7 @@ from tailopt.distributed.node_bounds import NodeBounds, RoundHeaders, agreed_bou
 from tailopt.distributed.outer_step import PendingMean, outer_step
 from tailopt.distributed.partition import Partition
 from tailopt.distributed.rank_shards import RankShards
-from tailopt.distributed.threshold_statistics import StatisticsExchange
+from tailopt.distributed.round_statistics import StatisticsExchange
 from tailopt.distributed.transport import Transport
 from tailopt.distributed.verdicts import check_auto_thresholds, header_verdict, merge_verdicts
 from tailopt.distributed.weight_sync import Pair, WeightSync, check_sent_weights_finite

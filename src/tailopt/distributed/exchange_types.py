@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from tailopt.rounds.clipping_counts import ClippingCounter, NodeCounts
 from tailopt.rounds.gradient_statistics import GradientRecorder
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.robust import Aggregate
@@ -26,6 +27,7 @@ class Statement:
         may_be_last: whether this may be the last round: the new weights are then compared at once.
         auto_thresholds_digest: a digest of the thresholds that are "auto".
         threshold_recorder: of what its steps clipped, for "auto" thresholds of the inner rule; None without such.
+        clipping_counter: of what its steps clipped, for the history; None where it has no statistics.
     """
 
     steps: int = 0
@@ -36,6 +38,7 @@ class Statement:
     may_be_last: bool = False
     auto_thresholds_digest: int = 0
     threshold_recorder: GradientRecorder | None = None
+    clipping_counter: ClippingCounter | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class ExchangeReport:
         reloads: sentences about weights that a node had to load again.
         threshold_statistics: of every node's gradients, for "auto" thresholds of the inner rule.
         outer_step_statistics: of what the outer step clipped, for "auto" thresholds of the outer rule.
+        clipping_counts: of every node, for the history; empty where it has no statistics.
         phases: seconds of this node by phase.
         bytes_sent: by this node.
     """
@@ -80,5 +84,6 @@ class ExchangeReport:
     reloads: list[str] = field(default_factory=list)
     threshold_statistics: dict[int, list[Statistics]] = field(default_factory=dict)
     outer_step_statistics: list[Statistics] = field(default_factory=list)
+    clipping_counts: list[NodeCounts] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
     bytes_sent: int = 0

@@ -21,11 +21,12 @@ from tailopt.distributed.exchange_types import Statement
 from tailopt.distributed.inner_bound import bounding_hparams, inner_bound
 from tailopt.distributed.mesh import local_tensor
 from tailopt.distributed.proximal_step import ProximalStep
-from tailopt.distributed.rule_optimizer import gradient_norms
+from tailopt.distributed.rule_optimizer import RuleOptimizer, gradient_norms
 from tailopt.distributed.run_length import run_length_decode, run_length_encode
 from tailopt.engines.model_state import as_real
 from tailopt.optimizers.exact_state import load_exact_state
 from tailopt.optimizers.gradient_release import is_released
+from tailopt.rounds.clipping_counts import ClippingCounter
 from tailopt.rounds.gradient_statistics import GradientRecorder, clipped_by_step
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.hyperparameters import RuleHyperparameters
@@ -42,11 +43,13 @@ class LocalRound:
         keeps_state: whether the inner state survives a round.
         can_be_excluded: whether the state must be remembered, since an exclusion undoes the round.
         proximal_step: takes the steps on gradients with the proximal term, or None where there is no such term.
+        statistics: whether a `RuleOptimizer` counts what its steps clip; "histograms": also by magnitude.
 
     Attributes:
         loss: of the round, as the user reports it.
         threshold_recorder: statistics of the gradients clipped in this round. The next "auto" thresholds are computed
             from them. None if no threshold of the inner rule is "auto".
+        clipping_counter: of what was clipped in this round, for the history; None where it has no statistics.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class LocalRound:
         keeps_state: bool,
         can_be_excluded: bool,
         proximal_step: ProximalStep | None = None,
+        statistics: bool | str = False,
     ) -> None:
         self.optimizer, self._params, self._agreed_hparams = optimizer, params, agreed_hparams
         self._proximal_step = proximal_step
@@ -66,7 +70,15 @@ class LocalRound:
         self._began = time.perf_counter()
         self._state_before: Any = None
         self.loss = math.nan
+        self._statistics = statistics
         self.threshold_recorder = self._new_recorder()
+        self.clipping_counter = self._new_counter()
+
+    def _new_counter(self) -> ClippingCounter | None:
+        if not self._statistics or not isinstance(self.optimizer, RuleOptimizer):
+            return None
+        self.optimizer.clipping_counter = ClippingCounter(self._statistics, len(self._params))
+        return self.optimizer.clipping_counter
 
     def _new_recorder(self) -> GradientRecorder | None:
         thresholds = None if self._agreed_hparams is None else self._agreed_hparams.auto_thresholds
@@ -89,6 +101,7 @@ class LocalRound:
         """
         self._hparams_of_steps = []
         self.threshold_recorder = self._new_recorder()
+        self.clipping_counter = self._new_counter()
         self._began = time.perf_counter()
         if self._proximal_step is not None:
             self._proximal_step.begin_round()
@@ -178,6 +191,7 @@ class LocalRound:
             may_be_last=may_be_last,
             auto_thresholds_digest=auto_thresholds_digest,
             threshold_recorder=self.threshold_recorder,
+            clipping_counter=self.clipping_counter,
         )
 
     # what a checkpoint holds of it
@@ -192,6 +206,8 @@ class LocalRound:
     def saved_steps(self) -> dict[str, Any]:
         """Return the steps of a round that is under way."""
         recorded = {} if self.threshold_recorder is None else {"gradients": self.threshold_recorder.packed()}
+        if self.clipping_counter is not None:
+            recorded["statistics"] = self.clipping_counter.packed()
         return {"inner_before": self._state_before, "done": run_length_encode(self._hparams_of_steps), **recorded}
 
     def load_saved(self, saved: Mapping[str, Any], in_the_middle: bool) -> None:
@@ -203,3 +219,5 @@ class LocalRound:
             self._hparams_of_steps = run_length_decode(saved["done"])
             if self.threshold_recorder is not None:
                 self.threshold_recorder.load(saved["gradients"])
+            if self.clipping_counter is not None:
+                self.clipping_counter.load(saved["statistics"])

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from tailopt.algorithms import Algorithm
 from tailopt.arguments import check_counts, check_flags
-from tailopt.distributed.agreement import without_local_settings
 from tailopt.distributed.checkpointing import Resumed, all_excluded
 from tailopt.distributed.exchange import TrainableSetsDiffer
 from tailopt.distributed.exchange_types import ExchangeReport, JudgingCriteria
@@ -34,12 +33,12 @@ from tailopt.distributed.mesh import check_nodes, node_group, require_process_gr
 from tailopt.distributed.node import Node
 from tailopt.distributed.node_records import NodeRecords, RecordOptions
 from tailopt.distributed.rule_optimizer import RuleOptimizer
+from tailopt.distributed.run_facts import RunFacts
 from tailopt.distributed.trainable_set import TrainableSet, described_sizes, named_parameters
-from tailopt.engines.model_state import Buffers, names_and_dimensions, trainable_parameters
-from tailopt.engines.simulate import algorithm_config
-from tailopt.records.run_config import storable
+from tailopt.engines.model_state import Buffers, check_trainable, names_and_dimensions, trainable_parameters
 from tailopt.rounds import robust
 from tailopt.rounds.auto_thresholds import AutoThresholdsByLevel
+from tailopt.rounds.clipping_counts import history_statistics
 from tailopt.rounds.drops import DROPPED
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.hyperparameters import AlgorithmHyperparameters, outer_hyperparameters
@@ -82,6 +81,7 @@ class NestedOptimizer(Optimizer):
         extra: a function of no arguments that returns what this node's checkpoints at the ends of rounds hold besides,
             such as the position in the data: tensors and plain values. It comes back as `resumed.extra`.
         describe: what else the configuration contains; must be equal on all nodes, except devices and paths of data.
+        statistics: as in `tailopt.simulate`, with the same counts; needs `from_algorithm`.
         loggers: called with every row of the history, at the end of its round; see `tailopt.loggers`.
         settings: hyperparameters of the inner and the outer rule that all nodes have agreed on, made from `algorithm`.
             `from_algorithm` sets both. None where the inner optimizer is the user's.
@@ -121,6 +121,7 @@ class NestedOptimizer(Optimizer):
         keep: int = 3,
         extra: Callable[[], Mapping[str, Any]] | None = None,
         describe: Mapping[str, Any] | None = None,
+        statistics: bool | str = False,
         loggers: Sequence[Callable[[dict[str, Any]], None]] = (),
         settings: AlgorithmHyperparameters | None = None,
         algorithm: Algorithm | None = None,
@@ -148,16 +149,19 @@ class NestedOptimizer(Optimizer):
             keep=keep,
             extra=extra,
             describe=describe or {},
+            statistics=statistics,
             loggers=loggers,
         )
         check_flags(exact=exact)
         check_weight(weight, dist.get_rank() if dist.is_initialized() else 0)
         require_process_group()
-        self.optimizer, self._algorithm, self._agreed_hparams = optimizer, algorithm, settings
+        self.optimizer, self._agreed_hparams = optimizer, settings
         names, params = named_parameters(optimizer, model)
         self._outer = settings.outer if settings else outer_hyperparameters(outer, outer_settings or {}, names)
         inner_thresholds = None if settings is None else settings.inner.auto_thresholds
         self._auto_thresholds = AutoThresholdsByLevel(inner_thresholds, self._outer.auto_thresholds)
+        facts = RunFacts(optimizer, algorithm, settings, self._outer, self._auto_thresholds, statistics)
+        self._send_second_moment, self._statistics = facts.send_second_moment, statistics
         group = node_group(mesh)
         check_nodes(group, params, model)  # before the first message
         transport = GlooTransport.of(group, timeout, stall_timeout)
@@ -165,13 +169,13 @@ class NestedOptimizer(Optimizer):
         policy = replace(policy, nodes=transport.nodes)
         self._peers = transport.peers
         if self._peers is not None:  # before the first exchange: gloo ends the process where sizes differ
-            self._peers.agree({**described_sizes(names, params, buffers), **self._facts(policy, options)}, exact)
+            self._peers.agree({**described_sizes(names, params, buffers), **facts.shared(policy, options)}, exact)
         weights = blocking(transport.gather(torch.tensor([float(weight)], dtype=torch.float64))).reshape(-1).tolist()
         self._policy = replace(policy, weights=tuple(weights))
         self.node = Node(transport, names, params, buffers, average, self._auto_thresholds)
-        self._begin_run(model, options)
+        self._begin_run(model, options, facts.config(self._policy))
 
-    def _begin_run(self, model: torch.nn.Module | None, options: RecordOptions) -> None:
+    def _begin_run(self, model: torch.nn.Module | None, options: RecordOptions, config: Mapping[str, Any]) -> None:
         """Start from node 0's weights or from a checkpoint, and wait for this node's first round."""
         policy, node = self._policy, self.node
         assert policy.local_steps is not None
@@ -179,14 +183,16 @@ class NestedOptimizer(Optimizer):
         inner = None if self._agreed_hparams is None else self._agreed_hparams.inner
         can_be_excluded, keeps_state = policy.guard or policy.robust_mean is not None, policy.inner_state == "keep"
         proximal_step = node.proximal_step(policy.proximal)
-        self._local_round = LocalRound(self.optimizer, node.params, inner, keeps_state, can_be_excluded, proximal_step)
+        self._local_round = LocalRound(
+            self.optimizer, node.params, inner, keeps_state, can_be_excluded, proximal_step, options.statistics
+        )
         self._trainable_set = TrainableSet(self.optimizer, node.exchange.names, node.params)
         self._records = NodeRecords(options, node, self._local_round, policy.guard)
         self._diverged: set[int] = set()  # nodes that continue from weights of their own
         self._warned_about: set[int] = set()  # nodes that differ from the others
         self._init_hooks()
         node.start()
-        self._records.open({**self._config(), **policy.as_config()})
+        self._records.open(config)
         if self._peers is not None:
             self._peers.set_checkpoint_sentence(self._records.last_checkpoint_sentence)
         in_the_middle = self._records.resume_or_start()
@@ -203,31 +209,6 @@ class NestedOptimizer(Optimizer):
             self._await_own_round()
         self._records.allow_extra()
 
-    def _facts(self, policy: RoundPolicy, options: RecordOptions) -> dict[str, Any]:
-        """Return what must be the same on all nodes."""
-        agreed, algorithm = self._agreed_hparams, self._algorithm
-        keys = ("params", "param_names")
-        groups = [{k: v for k, v in group.items() if k not in keys} for group in self.optimizer.param_groups]
-        return {
-            "algorithm": algorithm.name if algorithm is not None else f"{type(self.optimizer).__name__} inside",
-            "outer": {"rule": self._outer.rule.name, **self._outer.at(1)},
-            "inner": groups if agreed is None else agreed.inner.at(1),
-            "send_preconditioner": self._send_second_moment,
-            "thresholds": self._auto_thresholds.settings(),
-            "schedules": {} if agreed is None else agreed.sampled_schedules(policy.rounds, policy.local_steps or 0),
-            **policy.as_facts(),
-            "checkpoint_every": None if options.folder is None else options.checkpoint_every,
-            "resume": options.resume,
-            "configuration": without_local_settings(options.describe),
-        }
-
-    def _config(self) -> dict[str, Any]:
-        """Return what the run folder says about the optimizers; of an inner one that the user built, its class."""
-        if self._algorithm is not None and self._agreed_hparams is not None:
-            return {**algorithm_config(self._algorithm), "schedules": self._agreed_hparams.schedules()}
-        inner = type(self.optimizer).__name__
-        return {"outer": self._outer.rule.name, "settings": storable(self._outer.base), "inner": inner}
-
     def _init_hooks(self) -> None:
         """Set what the base class would have set; the groups and the state are the inner optimizer's."""
         self._optimizer_step_pre_hooks: Any = OrderedDict()
@@ -242,6 +223,7 @@ class NestedOptimizer(Optimizer):
         cls, model: torch.nn.Module, algorithm: Algorithm, *, schedules: Any = None, **options: Any
     ) -> NestedOptimizer:
         """Build the inner optimizer too, from an algorithm: the way to adam2, and to the bits of the simulation."""
+        check_trainable(model)
         trained = trainable_parameters(model)
         hparams = AlgorithmHyperparameters(algorithm, schedules, *names_and_dimensions(trained))
         inner = RuleOptimizer(trained.values(), hparams.inner.rule, hparams.inner.at(1))
@@ -329,10 +311,6 @@ class NestedOptimizer(Optimizer):
         """Whether all `rounds` are done; never, where their number was not given."""
         return self.rounds is not None and self.node.round >= self.rounds
 
-    @property
-    def _send_second_moment(self) -> bool | str:
-        return False if self._algorithm is None else self._algorithm.send_preconditioner
-
     # rounds
 
     def _await_own_round(self) -> None:
@@ -387,7 +365,7 @@ class NestedOptimizer(Optimizer):
             self._records.steps_before_round[node] += steps
         if self.node.number in {e.node for e in settlement.excluded if e.reason != DROPPED}:
             self._local_round.undo()
-        row = {**settlement.history_row(metrics={}, statistics={}), **self._auto_thresholds.history_entry()}
+        row = {**settlement.history_row({}, self._counted(report)), **self._auto_thresholds.history_entry()}
         lines = self._auto_thresholds.update_from(settlement, report.threshold_statistics, report.outer_step_statistics)
         self.history.append(row)
         self._note_diverged(row)
@@ -398,6 +376,13 @@ class NestedOptimizer(Optimizer):
         self._trainable_set.check_all_parameters_exchanged(settlement.round)
         self._records.tell(row)
         self._records.record(row, report, self.finished)
+
+    def _counted(self, report: ExchangeReport) -> dict[str, Any]:
+        """Return the counts of the nodes that counted in a round, for the history."""
+        if not self._statistics:
+            return {}
+        counted = [report.clipping_counts[i] for i in sorted(report.settlement.counted_shares)]
+        return history_statistics(self.node.exchange.names, counted, self._statistics)
 
     def _bound_by_agreed_hparams(self, t: int, node: int, steps: int) -> Bound:
         """Return how far a node can have moved in so many steps, by the hyperparameters that all nodes agreed on."""

@@ -20,7 +20,6 @@ from tailopt.engines.model_state import Buffers, as_real
 from tailopt.records.phase_clock import PhaseClock
 from tailopt.rounds.auto_thresholds import NO_AUTO_THRESHOLDS, AutoThresholdsByLevel
 from tailopt.rounds.drops import DROPPED
-from tailopt.rounds.gradient_statistics import GradientRecorder
 from tailopt.rounds.hyperparameters import RuleHyperparameters
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.policy import RoundPolicy
@@ -182,7 +181,7 @@ class Node:
             blocking(
                 exchange.take_outer_step(self.x, self.outer_state, outer.rule, outer.at(t), policy.projection_radius)
             )
-        self._gather_statistics(report, statement.threshold_recorder, policy)
+        self._gather_statistics(report, statement, policy)
         if send_second_moment:
             self.gather_second_moment()
         self.round = t
@@ -197,17 +196,18 @@ class Node:
         report.phases, report.bytes_sent = clock.take(), exchange.transport.counter.bytes_sent - sent_before
         return report
 
-    def _gather_statistics(
-        self, report: ExchangeReport, recorder: GradientRecorder | None, policy: RoundPolicy
-    ) -> None:
-        """Gather the statistics from which the next "auto" thresholds are computed."""
+    def _gather_statistics(self, report: ExchangeReport, statement: Statement, policy: RoundPolicy) -> None:
+        """Gather the statistics from which the next "auto" thresholds are computed, and those of the history."""
         statistics, outer = self.exchange.statistics, self.auto_thresholds.outer
+        recorder, counter = statement.threshold_recorder, statement.clipping_counter
         if recorder is not None:
             by_node = blocking(statistics.of_gradients(recorder, policy.local_steps or 0))
             report.threshold_statistics = dict(enumerate(by_node))
         if outer is not None and report.settlement.counted_shares:
             of_outer_step = statistics.of_outer_step(self.exchange.mean, self.outer_state, outer)
             report.outer_step_statistics = blocking(of_outer_step)
+        if counter is not None:
+            report.clipping_counts = blocking(statistics.of_local_steps(counter))
 
     def _copy_state(self) -> DivergedState:
         buffers = {name: b.clone() for name, b in self.buffers.tensors().items()} if self.buffers else {}

@@ -27,6 +27,7 @@ from tailopt.distributed.rng_state import restore_rng_states, rng_states
 from tailopt.distributed.shared_state import restore
 from tailopt.loggers.protocol import RunStart, begin, end, run_name
 from tailopt.records.run_config import as_stored, storable
+from tailopt.rounds.clipping_counts import check_statistics
 from tailopt.rounds.round import DivergedState
 
 NO_RUN_FOLDER = "There is no run folder, so the run begins again: give NestedOptimizer run=... and resume=True."
@@ -43,6 +44,7 @@ class RecordOptions:
         keep: how many checkpoints.
         extra: what this node's checkpoints hold besides.
         describe: what the configuration contains besides.
+        statistics: whether the history has what local steps clip; "histograms": also by magnitude.
         loggers: told of the run and of every row of its history.
     """
 
@@ -52,11 +54,13 @@ class RecordOptions:
     keep: int
     extra: Callable[[], Mapping[str, Any]] | None
     describe: Mapping[str, Any]
+    statistics: bool | str
     loggers: Sequence[Callable[[dict[str, Any]], None]]
 
     def __post_init__(self) -> None:
         check_counts(checkpoint_every=1 if self.checkpoint_every is None else self.checkpoint_every, keep=self.keep)
         check_flags(resume=self.resume)
+        check_statistics(self.statistics)
         check_function("extra", self.extra, "a function of no arguments that returns a mapping, or None")
         object.__setattr__(self, "loggers", checked_loggers(self.loggers))
         if self.resume and self.folder is None:

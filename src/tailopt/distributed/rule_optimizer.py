@@ -15,6 +15,7 @@ from tailopt.clipping.step_cache import StepCache
 from tailopt.distributed.mesh import local_tensor
 from tailopt.engines.model_state import as_real
 from tailopt.rounds.block_norm import root_of_sum, sum_of_squares
+from tailopt.rounds.clipping_counts import ClippingCounter
 from tailopt.rules.rule import Hyperparameters, Rule
 
 
@@ -25,7 +26,12 @@ class RuleOptimizer(Optimizer):
         params: to step.
         rule: the update rule.
         hparams: its hyperparameters; a list has one entry per parameter.
+
+    Attributes:
+        clipping_counter: counts what steps clip, or None.
     """
+
+    clipping_counter: ClippingCounter | None = None
 
     def __init__(self, params: Iterable[Tensor], rule: Rule, hparams: Hyperparameters) -> None:
         self.rule = rule
@@ -45,11 +51,14 @@ class RuleOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        first = 0
         for k, group in enumerate(self.param_groups):
-            self._step_group(group, self._step_caches[k])
+            self._step_group(group, self._step_caches[k], first)
+            first += len(group["params"])
         return loss
 
-    def _step_group(self, group: dict[str, Any], cache: StepCache) -> None:
+    def _step_group(self, group: dict[str, Any], cache: StepCache, first: int) -> None:
+        """Step the parameters of a group; first: the position of its first parameter in the optimizer."""
         moving = [i for i, p in enumerate(group["params"]) if p.grad is not None]
         if not moving:
             return
@@ -61,6 +70,8 @@ class RuleOptimizer(Optimizer):
             hparams = {name: _local_entries(value, params) for name, value in hparams.items()}
             if self.rule.needs_norm:
                 hparams["norm"] = gradient_norms(params, grads, hparams.get("scope") == "tensor")
+        if self.clipping_counter is not None:
+            self.clipping_counter.add([first + i for i in moving], grads, self.rule.thresholds(local, grads, hparams))
         self.rule.step(local, grads, [self.state[p] for p in params], hparams, cache)
 
 

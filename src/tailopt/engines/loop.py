@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from tailopt.arguments import check_choice, check_counts, check_flags, check_function, checked_loggers
+from tailopt.arguments import check_counts, check_flags, check_function, checked_loggers
 from tailopt.clipping.step_cache import StepCache
 from tailopt.engines.engine import Engine, Evaluate
-from tailopt.engines.sequential import HISTOGRAMS
 from tailopt.engines.snapshots import check, restore, save
 from tailopt.loggers.protocol import RowFunction, RunStart, run_name, told
 from tailopt.progress import RoundProgress
@@ -26,6 +25,7 @@ from tailopt.records.folder import Run
 from tailopt.records.lock import LostLock
 from tailopt.records.phase_clock import PhaseClock
 from tailopt.rounds.auto_thresholds import AutoThresholdsByLevel
+from tailopt.rounds.clipping_counts import check_statistics
 from tailopt.rounds.drops import DROPPED
 from tailopt.rounds.hyperparameters import RuleHyperparameters
 from tailopt.rounds.policy import RoundPolicy
@@ -59,10 +59,7 @@ class Reporting:
     def __post_init__(self) -> None:
         check_counts(evaluate_every=self.evaluate_every, checkpoint_every=self.checkpoint_every, keep=self.keep)
         check_flags(progress=self.progress)
-        if isinstance(self.statistics, str):
-            check_choice("statistics", self.statistics, (False, True, HISTOGRAMS))
-        else:
-            check_flags(statistics=self.statistics)
+        check_statistics(self.statistics)
         check_function("evaluate", self.evaluate, "a function of the model that returns a mapping of numbers, or None")
         object.__setattr__(self, "loggers", checked_loggers(self.loggers))
 

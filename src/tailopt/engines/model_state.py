@@ -116,6 +116,12 @@ def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def check_trainable(model: torch.nn.Module) -> None:
+    """Refuse a model of which nothing would move."""
+    if not trainable_parameters(model):
+        raise ValueError("Invalid model: no parameter requires a gradient, so there is nothing to train.")
+
+
 def names_and_dimensions(params: Mapping[str, Tensor]) -> tuple[list[str], list[int]]:
     """Return the names of parameters and how many dimensions each has, complex ones as pairs of reals."""
     return list(params), [p.dim() + int(p.is_complex()) for p in params.values()]

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from tailopt.algorithms import Algorithm
-from tailopt.clipping.counts import EXPONENT, Counts, StatisticsRecorder, count_in_torch
 from tailopt.clipping.step_cache import StepCache
 from tailopt.engines.batches import BatchSource, LossFunction, batch_digest, to_device
 from tailopt.engines.model_state import ModelState, as_real
 from tailopt.engines.routes import VMAP, Route
 from tailopt.evaluation import evaluating
 from tailopt.rounds.block_norm import sequential_sum
+from tailopt.rounds.clipping_counts import ClippingCounter, history_statistics
 from tailopt.rounds.gradient_statistics import GradientRecorder, clipped_by_step
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.hyperparameters import RuleHyperparameters
@@ -37,7 +37,6 @@ from tailopt.rules.adam import initial_adam_state
 from tailopt.rules.rule import Hyperparameters, ParamState
 from tailopt.seeds import derive_seed, step_seed
 
-HISTOGRAMS = "histograms"  # statistics that also have the magnitudes
 PRECISIONS = {None: None, "fp32": None, "bf16": torch.bfloat16}
 
 
@@ -71,10 +70,9 @@ class LocalTraining:
     resumable: bool = False
     route: Route = Route(VMAP, "asked for")
 
-    def statistics_recorder(self, n_params: int) -> StatisticsRecorder | None:
+    def clipping_counter(self, n_params: int) -> ClippingCounter | None:
         """Return what counts the gradients of a node in a round; None where nothing is counted."""
-        mode = "sampled" if self.statistics == HISTOGRAMS else "counts"
-        return StatisticsRecorder(mode, n_params) if self.statistics else None
+        return ClippingCounter(self.statistics, n_params) if self.statistics else None
 
 
 class Sequential:
@@ -101,7 +99,6 @@ class Sequential:
         self.diverged_states: dict[int, DivergedState] = {}
         self.repeatability_probe: dict[str, Any] = {}
         self._pending_probe: dict[str, Any] = {}  # of the round that is under way
-        self._last_thresholds: dict[int, tuple[Any, ...]] = {}  # with which each parameter was counted last
 
     def initial_state(self, average: bool) -> GlobalState:
         """Return the state before the first round."""
@@ -131,9 +128,9 @@ class Sequential:
         # a node that did not start from the global weights may have come from anywhere: nothing bounds it
         movement_bound = training.inner_hyperparameters.bound(t, steps_done, steps) if diverged is None else Bound(None)
         n_params, auto_thresholds = len(model_state.params), training.inner_hyperparameters.auto_thresholds
-        statistics_recorder = training.statistics_recorder(n_params)
+        clipping_counter = training.clipping_counter(n_params)
         threshold_recorder = None if auto_thresholds is None else auto_thresholds.recorder(n_params)
-        losses = self._local_steps(node, t, start, optimizer_state, statistics_recorder, threshold_recorder)
+        losses = self._local_steps(node, t, start, optimizer_state, clipping_counter, threshold_recorder)
         diverged_state = model_state.diverged_state() if diverges else None
         keeps_state = training.algorithm.inner_state == "keep"
         delta, flat = model_state.take_displacement(state, start)
@@ -148,7 +145,7 @@ class Sequential:
             steps=steps,
             optimizer_state=[copied_to(s, "cpu") for s in optimizer_state] if keeps_state else None,
             diverged_state=diverged_state,
-            statistics=None if statistics_recorder is None else statistics_recorder.take(n_params),
+            statistics=None if clipping_counter is None else clipping_counter.counts(),
             threshold_statistics=None if threshold_recorder is None else threshold_recorder.statistics(),
         )
 
@@ -158,7 +155,7 @@ class Sequential:
         t: int,
         start: Sequence[Tensor],
         optimizer_state: Sequence[ParamState],
-        statistics_recorder: StatisticsRecorder | None,
+        clipping_counter: ClippingCounter | None,
         threshold_recorder: GradientRecorder | None,
     ) -> list[Tensor]:
         """Take the local steps of a node's round, which began with the weights `start`; returns their losses."""
@@ -180,7 +177,7 @@ class Sequential:
                 raise _with_location(error, node, t, step) from error.__cause__
             if self._training.proximal:
                 self._add_proximal_term(start)
-            self._inner_step(params, optimizer_state, hparams_at(t, steps_done + step), statistics_recorder)
+            self._inner_step(params, optimizer_state, hparams_at(t, steps_done + step), clipping_counter)
             if threshold_recorder is not None:
                 self._record_clipped(params, optimizer_state, threshold_recorder, steps_done + step)
         for p in params:
@@ -226,7 +223,7 @@ class Sequential:
         params: Sequence[torch.nn.Parameter],
         states: Sequence[ParamState],
         hparams: Hyperparameters,
-        statistics_recorder: StatisticsRecorder | None,
+        clipping_counter: ClippingCounter | None,
     ) -> None:
         weights = self._model_state.weights
         grads = [g for p in params if (g := p.grad) is not None]
@@ -237,11 +234,9 @@ class Sequential:
         if not all_move:  # a parameter that the loss did not reach keeps its value and its state
             hparams = {k: [v[i] for i in moving] if isinstance(v, list) else v for k, v in hparams.items()}
             weights, states = [weights[i] for i in moving], [states[i] for i in moving]
-        if statistics_recorder is not None:
+        if clipping_counter is not None:
             thresholds = self._training.inner_hyperparameters.rule.thresholds(weights, grads, hparams)
-            self._last_thresholds.update(zip(moving, thresholds, strict=True))
-            for i, g, of_tensor in zip(moving, grads, thresholds, strict=True):
-                count_in_torch(g.coalesce() if g.is_sparse else g, i, of_tensor, statistics_recorder.counters(g.device))
+            clipping_counter.add(moving, grads, thresholds)
         if weights:
             self._training.inner_hyperparameters.rule.step(weights, grads, states, hparams, self._step_cache)
 
@@ -317,25 +312,7 @@ class Sequential:
 
     def statistics_row(self, result: RoundResult, names: Sequence[str]) -> dict[str, Any]:
         """Return the gradient statistics of a round, by tensor, for the history."""
-        # nothing was counted where every contribution was lost
-        total = [sum(parts, Counts()) for parts in zip(*result.statistics, strict=True)] or [Counts()] * len(names)
-        fields = ("elements", "zero", "below", "above", "nonfinite", "squares", "largest")
-        rows = {name: {f: getattr(c, f) for f in fields} for name, c in zip(names, total, strict=True)}
-        if self._training.statistics == HISTOGRAMS:
-            for i, (row, counts) in enumerate(zip(rows.values(), total, strict=True)):
-                row |= _histogram(counts, self._last_thresholds.get(i, ()))
-        return rows
-
-
-def _histogram(counts: Counts, thresholds: Sequence[Any]) -> dict[str, Any]:
-    """Return numbers of coordinates by octave k, 2^k <= |g| < 2^(k+1), and the last u and d where they are numbers."""
-    octaves = {str(k - EXPONENT): n for k, n in enumerate(counts.octaves) if n and 0 < k < 255}
-    named = {
-        name: value.item() if isinstance(value, Tensor) else value
-        for name, value in zip("ud", thresholds, strict=False)
-        if not isinstance(value, Tensor) or value.numel() == 1
-    }
-    return {"octaves": octaves, **named}
+        return history_statistics(names, result.statistics, self._training.statistics)
 
 
 def seed_torch(value: int, device: torch.device) -> None:

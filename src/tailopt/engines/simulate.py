@@ -18,7 +18,7 @@ from tailopt.arguments import check_choice, check_counts, check_flags, check_fun
 from tailopt.engines.batches import BatchFunction, BatchSource, DatasetBatches, FunctionBatches, LossFunction
 from tailopt.engines.engine import Evaluate
 from tailopt.engines.loop import Loop, Reporting
-from tailopt.engines.model_state import ModelState, names_and_dimensions, trainable_parameters
+from tailopt.engines.model_state import ModelState, check_trainable, names_and_dimensions, trainable_parameters
 from tailopt.engines.routes import chosen_route
 from tailopt.engines.sequential import PRECISIONS, LocalTraining, Sequential
 from tailopt.engines.vectorized import Vectorized
@@ -381,8 +381,7 @@ def node_weights(weights: Sequence[float] | str | None, source: BatchSource) -> 
 def _check_model(model: torch.nn.Module, algorithm: Algorithm) -> None:
     if not isinstance(algorithm, Algorithm):
         raise TypeError(f"Invalid algorithm: {algorithm!r}; make one with tailopt.algorithm(name, ...).")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("Invalid model: no parameter requires a gradient, so there is nothing to train.")
+    check_trainable(model)
 
 
 @contextmanager

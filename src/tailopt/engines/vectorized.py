@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tailopt.clipping.counts import StatisticsRecorder, count_in_torch
 from tailopt.clipping.operators import compute_dtype
 from tailopt.engines.batches import batch_digest
 from tailopt.engines.captured_steps import CapturedSteps
@@ -25,6 +24,7 @@ from tailopt.engines.stacked_batches import NodeBatches
 from tailopt.engines.stacked_model import StackedModel
 from tailopt.engines.stacked_round import StackedNodes, StackedRound
 from tailopt.engines.stacked_rules import InnerSteps, SeparateSteps, StackedSteps
+from tailopt.rounds.clipping_counts import ClippingCounter
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.round import Contribution, DivergedState, GlobalState
@@ -49,7 +49,7 @@ class Vectorized(Sequential):
         self._captured = CapturedSteps(self._program, self._inner, None, bool(training.proximal)) if compiled else None
         self._stack: list[Tensor] = []  # the memory of the stacked weights, used again in every round
         self._model_is_known = False
-        self._recorders: list[StatisticsRecorder] = []
+        self._counters: list[ClippingCounter] = []
 
     @property
     def route(self) -> Route:
@@ -69,7 +69,7 @@ class Vectorized(Sequential):
         self._program.load_constants(state.buffers)
         stacked = self._stacked(state, start, nodes)
         self._inner.begin([self._optimizer_state_at_start(state, node) for node in nodes])
-        self._recorders = [r for _ in nodes if (r := training.statistics_recorder(len(start))) is not None]
+        self._counters = [c for _ in nodes if (c := training.clipping_counter(len(start))) is not None]
         losses = self._round().run(stacked, sources, t).tolist()
         self._program.check_constants(state.buffers)
         new_diverged = {r: self._diverged_state(stacked, state, r) for r, node in enumerate(nodes) if node in diverging}
@@ -91,7 +91,7 @@ class Vectorized(Sequential):
                 steps=source.steps,
                 optimizer_state=optimizer_state,
                 diverged_state=new_diverged.get(row),
-                statistics=self._recorders[row].take(len(start)) if self._recorders else None,
+                statistics=self._counters[row].counts() if self._counters else None,
             )
 
     def _round(self) -> StackedRound:
@@ -156,9 +156,7 @@ class Vectorized(Sequential):
         for k, row in enumerate(rows):
             own = [as_real(g[k]) for g in grads if g is not None]
             thresholds = rule.thresholds([as_real(weights[i][k]) for i in moving], own, chosen)
-            self._last_thresholds.update(zip(moving, thresholds, strict=True))
-            for i, g, of_tensor in zip(moving, own, thresholds, strict=True):
-                count_in_torch(g, i, of_tensor, self._recorders[row].counters(g.device))
+            self._counters[row].add(moving, own, thresholds)
 
 
 def _buffers(nodes: StackedNodes, state: GlobalState, row: int) -> dict[str, Tensor]:

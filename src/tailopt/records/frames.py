@@ -78,7 +78,7 @@ def load(run: str | os.PathLike[str]) -> RunFrames:
         >>> list(run.nodes.loc[2].index), float(run.nodes.loc[(2, 0), "weight"])
         ([0, 1, 2], 0.3333333333333333)
     """
-    pandas = require("pandas", "Data frames need pandas", extra="frames")
+    pandas = require("pandas", "Data frames need pandas", extra="frames", at_least="2")
     opened = Run.open(run)
     rows = opened.history()
     times = opened.times()

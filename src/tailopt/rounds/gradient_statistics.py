@@ -99,7 +99,7 @@ class GradientRecorder:
         if self.kind == "elements":
             tables = [_packed(counters).cpu() for counters in self._counters.values()]
             tables += [] if self._before is None else [self._before]
-            return _added(torch.stack([*tables, torch.zeros(self._n_params, _WORDS, dtype=torch.int64)]))
+            return added(torch.stack([*tables, torch.zeros(self._n_params, _WORDS, dtype=torch.int64)]))
         columns = self._n_params if self.kind == "tensor norms" else 1
         rows = [torch.tensor(row, dtype=torch.float64) for row in self._norms]
         rows = [*([] if self._before is None else self._before), *rows]
@@ -127,7 +127,7 @@ def over_ranks(packed: Tensor, kind: Kind, sharded: Sequence[int]) -> Tensor:
     """The statistics of a node from those of its ranks, stacked; what is not sharded is the same on all of them."""
     result = packed[0].clone()
     if kind == "elements" and sharded:
-        result[list(sharded)] = _added(packed[:, list(sharded)])
+        result[list(sharded)] = added(packed[:, list(sharded)])
     return result
 
 
@@ -154,7 +154,7 @@ def counters_of_parts(parts: Sequence[Tensor], slots: Sequence[int], n_params: i
 
 def counts_of_displacement(packed_parts: Tensor, squares: Sequence[float]) -> list[Statistics]:
     """The counts of a mean displacement: packed counts of its partitions, stacked, and the sum of squares by tensor."""
-    counts = unpacked(_added(packed_parts), "elements")
+    counts = unpacked(added(packed_parts), "elements")
     return [replace(c, squares=s) for c, s in zip(counts, squares, strict=True) if isinstance(c, Counts)]
 
 
@@ -178,7 +178,7 @@ def _packed(counters: Counters) -> Tensor:
     return torch.cat([counters.table, counters.bins, counters.logs], -1)
 
 
-def _added(stacked: Tensor) -> Tensor:
+def added(stacked: Tensor) -> Tensor:
     """Packed counts added up along the first dimension, in its order."""
     total = torch.sum(stacked, 0)
     squares, largest = stacked.view(torch.float64)[..., 5:7].unbind(-1)

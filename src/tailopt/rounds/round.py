@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from torch import Tensor
 from tailopt.clipping.step_cache import StepCache
 from tailopt.rounds.auto_thresholds import AutoThresholds
 from tailopt.rounds.block_norm import norm
+from tailopt.rounds.clipping_counts import NodeCounts
 from tailopt.rounds.drops import Dropped
 from tailopt.rounds.gradient_statistics import clipped_by_step, statistics_of_displacement
 from tailopt.rounds.guard import Bound, Exclusion, check_displacement, clearly_within
@@ -82,7 +82,7 @@ class Contribution:
         flat: the whole displacement as one tensor, laid out like the flat global weights, or None.
         optimizer_state: the state of its inner optimizer, where nodes keep it.
         diverged_state: where it ended, if it continues from there.
-        statistics: of its gradients, if they were asked for.
+        statistics: counts of its gradients' coordinates, if they were asked for.
         threshold_statistics: of its gradients, by tensor, from which thresholds that are "auto" follow; None where
             none is.
     """
@@ -97,7 +97,7 @@ class Contribution:
     flat: Tensor | None = None
     optimizer_state: list[ParamState] | None = None
     diverged_state: DivergedState | None = None
-    statistics: Any = None
+    statistics: NodeCounts | None = None
     threshold_statistics: list[Statistics] | None = None
 
 
@@ -127,7 +127,7 @@ class RoundResult:
     delta: list[Tensor]
     buffers: dict[str, Tensor]
     node_states: NodeStates
-    statistics: list[Any]
+    statistics: list[NodeCounts]
     is_flat: bool = False
     threshold_statistics: dict[int, list[Statistics]] = field(default_factory=dict)
 
@@ -156,7 +156,7 @@ class RoundMean:
         self._losses: dict[int, float] = {}
         self._excluded: list[Exclusion] = []
         self._node_states = NodeStates()
-        self._statistics: list[Any] = []
+        self._statistics: list[NodeCounts] = []
         self._threshold_statistics: dict[int, list[Statistics]] = {}
 
     def add(self, c: Contribution) -> None:

@@ -1,8 +1,9 @@
-"""The statistics of a round for thresholds that are "auto", on real nodes: every node has the same, with the bits of a
-simulation.
+"""The statistics of a round on real nodes, for thresholds that are "auto" and for the history: every node has the same,
+with the bits of a simulation.
 
     inside     each node's own record, gathered at the end of a round (`rounds/gradient_statistics.py`)
     outside    each node counts its partition of the mean displacement; integers add up, and squares go by blocks
+    history    each node's counts of what its steps clipped (`rounds/clipping_counts.py`), gathered in the same way
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from torch import Tensor
 from tailopt.distributed.partition import Partition
 from tailopt.distributed.rank_shards import RankShards
 from tailopt.distributed.transport import Transport
+from tailopt.rounds import clipping_counts
 from tailopt.rounds.auto_thresholds import AutoThresholds
 from tailopt.rounds.block_norm import root_of_sum
+from tailopt.rounds.clipping_counts import ClippingCounter, NodeCounts
 from tailopt.rounds.gradient_statistics import (
     GradientRecorder,
     Kind,
@@ -54,6 +57,14 @@ class StatisticsExchange:
         """
         rows = await self.transport.gather(recorder.packed(most_steps))
         return [unpacked(row, recorder.kind) for row in self._over_ranks(rows, recorder.kind)]
+
+    async def of_local_steps(self, counter: ClippingCounter) -> list[NodeCounts]:
+        """What every node's local steps of this round clipped, in node order."""
+        rows = await self.transport.gather(counter.packed())
+        if self.ranks is not None:
+            by_rank, sharded = self.ranks.gather(rows), sorted(self.partition.sharded)
+            rows = torch.stack([clipping_counts.over_ranks(by_rank[:, k], sharded) for k in range(len(rows))])
+        return [clipping_counts.unpacked(row) for row in rows]
 
     async def of_outer_step(
         self, mean: Tensor, states: Sequence[ParamState], thresholds: AutoThresholds
