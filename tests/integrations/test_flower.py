@@ -3,12 +3,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import logging
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +21,7 @@ from tailopt.records.folder import Run
 
 pytest.importorskip("flwr", reason="flwr needs Python 3.11")
 
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
 
 from tailopt.integrations import flower
@@ -39,35 +35,13 @@ from tests.integrations.federations import (
     algorithm,
     client,
     data,
-    digest,
+    federated,
     grid,
     model,
-    round_of,
+    same,
     simulated,
     squares,
 )
-
-
-def federated(
-    algo: tailopt.Algorithm, over: LocalGrid | None = None, rounds: int = ROUNDS, **more: Any
-) -> tuple[nn.Module, list[dict[str, Any]]]:
-    """The model and the history of a federation."""
-    trained = more.pop("model", None) or model()
-    given: dict[str, Any] = {"nodes": NODES, "local_steps": STEPS, "seed": 3, "connect_timeout": 0.5}
-    strategy = TailOPT(trained, algo, **given | more)
-    strategy.start(over or grid(algo), num_rounds=rounds, timeout=60)
-    assert strategy.result is not None
-    return trained, strategy.result.history
-
-
-def same(found: tuple[nn.Module, list[dict[str, Any]]], expected: tailopt.Result) -> bool:
-    """Whether all weights and buffers have the same bits, and the histories are equal."""
-    return digest(found[0]) == digest(expected.model) and _text(found[1]) == _text(expected.history)
-
-
-def _text(rows: list[dict[str, Any]]) -> str:
-    return json.dumps(rows, sort_keys=True)  # as text, NaN equals NaN; rows that were read from a file are sorted
-
 
 # The bits of `simulate`
 
@@ -186,59 +160,6 @@ def test_a_nan_is_excluded_by_name(name: str) -> None:
         assert same(federated(algo, over), expected)
 
 
-def test_a_displacement_beyond_the_bound_is_excluded_by_name() -> None:
-    """Also of a client that says that it took more steps: its reply does not enter the bound."""
-    algo = algorithm("avg-biclip")
-
-    def greedy(algo: tailopt.Algorithm, node: int) -> Any:
-        return client(algorithm("avg-biclip"), node) if node != 4 else Scaled(client(algo, node))
-
-    class Scaled:
-        def __init__(self, inner: Any) -> None:
-            self.inner, self.node, self.settings = inner, inner.node, inner.settings
-
-        def train(self, request: Any, kept: Any) -> Any:
-            reply = self.inner.train(request, kept)
-            far = {name: x + 9.0 if name == "0.weight" else x for name, x in reply.tensors.items()}
-            return dataclasses.replace(reply, tensors=far)
-
-    with pytest.warns(UserWarning, match=r"node 4: beyond what its optimizer can move in 0\.weight"):
-        _, rows = federated(algo, grid(algo, greedy))
-    assert all([e["node"] for e in row["excluded"]] == [4] for row in rows)
-    assert all(row["weights"] == [0.25, 0.25, 0.25, 0.25, 0.0] for row in rows)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (lambda content: content["tensors"].pop("0.weight"), "no tensor 0.weight of shape (8, 6)"),
-        (lambda content: content["tensors"].update(ArrayRecord({"0.bias": torch.zeros(3)})), "no tensor 0.bias"),
-        (lambda content: content.pop("reply"), "cannot be read"),
-        (lambda content: content["reply"].update({"reply": '{"loss": 1' + 400 * "0" + "}"}), "OverflowError|too large"),
-        (lambda content: content["reply"].update({"reply": "[" * 9000}), "cannot be read"),
-        (lambda content: content["reply"].update({"reply": '{"loss": 1, "node": 2}'}), "cannot be read"),
-    ],
-    ids=["missing", "shape", "no reply", "infinite", "nested", "key"],
-)
-def test_a_reply_that_cannot_be_read_is_a_lost_contribution(
-    spoil: Callable[[RecordDict], Any], said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    algo = algorithm("avg-sgd")
-    over = grid(algo)
-    whole = over.apps[2]
-
-    def spoiled(message: Message, context: Any) -> Message:
-        reply = whole(message, context)
-        if round_of(message):
-            spoil(reply.content)
-        return reply
-
-    over.apps[2] = spoiled  # type: ignore[assignment]
-    assert same(federated(algo, over, rounds=2), simulated(algo, rounds=2, drops=lambda t, generator: [2]))
-    line = next(r.getMessage() for r in caplog.records if "no contribution of node 2" in r.getMessage())
-    assert any(part in line for part in said.split("|")), line
-
-
 # What clients keep
 
 
@@ -345,15 +266,6 @@ def test_other_frozen_weights_are_another_model(caplog: pytest.LogCaptureFixture
     _, rows = federated(algo, over, model=frozen(1.0), rounds=2)
     assert "node 1 is refused: frozen parameters is" in caplog.text
     assert [e["node"] for e in rows[0]["excluded"]] == [1]
-
-
-def test_a_second_client_of_a_partition_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    algo = algorithm("avg-sgd")
-    over = grid(algo)
-    over.apps[9] = client_app(lambda context: client(algo, 2))
-    over.ids[9], over.contexts[9] = 2000, over.contexts[2]
-    assert same(federated(algo, over), simulated(algo))
-    assert "node 2 is refused: another client that is connected has partition 2" in caplog.text
 
 
 def test_a_run_of_which_nobody_answers_ends(caplog: pytest.LogCaptureFixture) -> None:
@@ -493,12 +405,3 @@ import tailopt.integrations.flower
 def test_the_adapter_stays_small() -> None:
     assert flower.__file__ is not None
     assert len(Path(flower.__file__).read_text(encoding="utf-8").splitlines()) <= 200
-
-
-@pytest.fixture(autouse=True)
-def _log_of_flower(caplog: pytest.LogCaptureFixture) -> Any:
-    """Flower's logger does not propagate to the root, where pytest listens."""
-    logger = logging.getLogger("flwr")
-    logger.addHandler(caplog.handler)
-    yield
-    logger.removeHandler(caplog.handler)
