@@ -14,10 +14,6 @@ from torch import nn
 
 import tailopt
 from tailopt.algorithms import ALGORITHMS
-from tailopt.cli.config_file import sections
-from tailopt.cli.configuration import resolve
-from tailopt.cli.main import main
-from tailopt.records.folder import Run
 
 pytest.importorskip("flwr", reason="flwr needs Python 3.11")
 
@@ -59,16 +55,17 @@ def test_every_algorithm_has_the_bits_of_a_simulation(name: str) -> None:
         {"participants": 3, "sampling": "proportional", "weights": [1.0, 2.0, 3.0, 4.0, 5.0]},
         {"weights": [1.0, 2.0, 0.5, 4.0, 3.0], "projection": 1.5, "average": True},
         {"schedules": {"ilr": tailopt.schedules.power(-0.5)}},
+        {"proximal": 0.5},
         {"aggregate": "median-norm"},
         {"aggregate": "trimmed-mean", "participants": 4},
         {"aggregate": "coordinate-median"},
         {"aggregate": "centred-clipping"},
     ],
-    ids=["3 of 5", "proportional", "weights", "schedule", "median-norm", "trimmed", "median", "centred"],
+    ids=["3 of 5", "proportional", "weights", "schedule", "proximal", "median-norm", "trimmed", "median", "centred"],
 )
 def test_every_option_of_a_round_has_the_bits_of_a_simulation(more: dict[str, Any]) -> None:
     algo = algorithm("bi2clip")
-    of_clients = {"schedules": more["schedules"]} if "schedules" in more else {}
+    of_clients = {name: more[name] for name in ("schedules", "proximal") if name in more}
     assert same(federated(algo, grid(algo, **of_clients), **more), simulated(algo, **more))
 
 
@@ -235,8 +232,9 @@ def test_a_client_that_leaves_and_comes_back_is_lost_meanwhile() -> None:
         ({"local_steps": 7}, "node 4 is refused: local_steps is 7 there and 3 on the server"),
         ({"algorithm": algorithm("avg-adam")}, 'node 4 is refused: algorithm is "avg-adam" there and "avg-sgd"'),
         ({"seed": 4}, "node 4 is refused: seed is 4 there and 3 on the server"),
+        ({"proximal": 0.5}, "node 4 is refused: proximal is 0.5 there and 0.0 on the server"),
     ],
-    ids=["model", "steps", "algorithm", "seed"],
+    ids=["model", "steps", "algorithm", "seed", "proximal"],
 )
 def test_a_client_with_another_model_or_settings_is_refused_by_name(
     changed: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
@@ -276,84 +274,29 @@ def test_a_run_of_which_nobody_answers_ends(caplog: pytest.LogCaptureFixture) ->
         federated(algo, over)
 
 
-# Records
-
-
-class Stop(RuntimeError):
-    """A server that is killed."""
-
-
-@pytest.mark.parametrize("name", ["bi2clip", "diloco", "adam2"])
-@pytest.mark.parametrize("every", [1, 3])
-def test_a_server_that_is_stopped_goes_on_from_its_folder(name: str, every: int, tmp_path: Path) -> None:
-    """The clients are ahead of the checkpoint: they begin again with the states of its round."""
-    algo = algorithm(name)
-    over = grid(algo)
-    options: dict[str, Any] = {"run": tmp_path / "run", "checkpoint_every": every}
-    federated(algo, over, rounds=4, **options)
-    whole = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
-    if every == 3:  # a kill right after round 4: the newest checkpoint is that of round 3
-        assert whole.name == "round-000004"
-        for file in whole.iterdir():
-            file.unlink()
-        whole.rmdir()
-    found = federated(algo, over, rounds=6, resume=True, **options)
-    assert same(found, simulated(algo, rounds=6))
-    assert len((tmp_path / "run" / "digests.jsonl").read_text().splitlines()) == 6
-
-
-def test_compare_and_verify_read_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tables = sections(
-        {
-            "task": {"name": "syntoken"},
-            "algorithm": {"name": "avg-biclip", "ilr": 0.5, "i_u": 0.1, "i_d": 0.01},
-            "run": {"rounds": 3, "nodes": 4, "local_steps": 2, "batch_size": 8, "seed": 5},
-        }
-    )
-    chosen = resolve(tables)
-    task, algo = chosen.build_task(), chosen.build_algorithm()
-    parts = task.nodes(5, 4)
-    options: dict[str, Any] = {"nodes": 4, "local_steps": 2, "seed": 5}
-    over = LocalGrid(
-        {
-            n: client_app(
-                lambda context, n=n: client(
-                    algo, n, model=task.model(5), loss=task.loss, data=parts[n], batch_size=8, **options
-                )
-            )
-            for n in range(4)
-        }
-    )
-    over.late = {(1, 2)}
-    folder = tmp_path / "run"
-    federated(
-        algo,
-        over,
-        rounds=3,
-        model=task.model(5),
-        run=folder,
-        describe=chosen.record(),
-        evaluate=lambda net: task.evaluate(net, 5),
-        **options,
-    )
-    assert "node 1" in (folder / "log.txt").read_text()
-    assert main(["verify", str(folder)]) == 0
-    assert "3 rounds replayed: every tensor has the recorded bits" in capsys.readouterr().out
-    assert main(["compare", str(folder)]) == 0
-    assert "avg-biclip" in capsys.readouterr().out
-    assert Run.open(folder).history()[1]["excluded"][0]["reason"] == "dropped"
-
-
 # Refusals
 
 
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"drops": 0.5}, TypeError, "Invalid drops: 0.5; a federation has no such option"),
+        ({"drops": 0.5}, TypeError, "Invalid drops: 0.5; a federation has no such option. Leave it out."),
+        ({"participant": 3}, TypeError, "Invalid participant: 3; a federation has no such option; did you mean"),
+        ({"engine": "vectorized"}, TypeError, "Invalid engine: 'vectorized'; a federation has no such option"),
+        ({"statistics": True}, TypeError, "Invalid statistics: True; a federation has no such option"),
         ({"weights": "samples"}, ValueError, "does not take the clients' word"),
+        ({"weights": [1.0, 2.0]}, ValueError, "Invalid weights: 2 of them for 5 nodes"),
+        ({"weights": [-1.0, 1.0, 1.0, 1.0, 1.0]}, ValueError, "Invalid weights"),
         ({"participation": 2.0}, ValueError, "Invalid participation"),
-        ({"engine": "vectorized"}, TypeError, "engine"),
+        ({"proximal": -1.0}, ValueError, "Invalid proximal"),
+        ({"nodes": 0}, ValueError, "Invalid nodes: 0; need a whole number, 1 or more"),
+        ({"privacy": "yes"}, TypeError, r"Invalid privacy: 'yes'; need Privacy\(clip=..., noise=...\), or None"),
+        (
+            {"connect_timeout": float("nan")},
+            ValueError,
+            "Invalid connect_timeout: nan; need a number of seconds above 0",
+        ),
+        ({"connect_timeout": "60"}, ValueError, "Invalid connect_timeout: '60'"),
         ({"resume": True}, ValueError, "Invalid resume"),
     ],
 )
@@ -361,7 +304,16 @@ def test_wrong_options_are_refused_before_anything_is_sent(
     options: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=said):
-        TailOPT(model(), algorithm("avg-sgd"), nodes=NODES, local_steps=STEPS, **options)
+        TailOPT(model(), algorithm("avg-sgd"), **{"nodes": NODES, "local_steps": STEPS} | options)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), None, "60"])
+def test_a_timeout_that_is_no_time_is_refused_before_anything_is_sent(timeout: Any) -> None:
+    over = grid(algorithm("avg-sgd"))
+    strategy = TailOPT(model(), algorithm("avg-sgd"), nodes=NODES, local_steps=STEPS, seed=3)
+    with pytest.raises(ValueError, match=f"Invalid timeout: {timeout!r}; need a number of seconds above 0"):
+        strategy.start(over, num_rounds=1, timeout=timeout)
+    assert over.asked == []
 
 
 def test_a_strategy_around_this_one_is_refused() -> None:
