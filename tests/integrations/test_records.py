@@ -183,6 +183,9 @@ def test_what_cannot_be_replayed_says_why(tmp_path: Path, capsys: pytest.Capture
     assert "names no task, so it cannot be replayed" in capsys.readouterr().err
     assert main(["verify", str(tmp_path / "private")]) == 2
     assert "its noise was drawn anew" in capsys.readouterr().err
+    assert main(["compare", str(tmp_path / "plain"), str(tmp_path / "private")]) == 0
+    assert main(["report", str(tmp_path / "private"), "--out", str(tmp_path / "report.html")]) == 0
+    assert "privacy" in (tmp_path / "report.html").read_text()
 
 
 def test_report_and_load_show_who_was_lost_or_excluded(tmp_path: Path) -> None:

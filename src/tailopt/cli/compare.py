@@ -170,7 +170,9 @@ def primary_metric(run: Run) -> tuple[str, bool]:
 
     A task of one's own is not loaded for it: its code may have changed, or may be somebody else's.
     """
-    of_task = run.config.get("task", {})
+    of_task = run.config.get("task")
+    if not isinstance(of_task, dict):  # none, or a word that a program gave as `describe`
+        return "loss", True
     name, source = of_task.get("name"), of_task.get(CODE, {})
     if name in TASKS:
         defaults = task(name).defaults

@@ -67,6 +67,7 @@ class Client:
         check_function("loss", loss, "a function (model, batch) that returns a scalar tensor")
         check_choice("precision", precision, tuple(PRECISIONS))
         self.node, seed = whole_number("node", node, low=0, high=nodes - 1), checked_seed(seed)
+        proximal = checked_proximal(proximal)
         self._states = None if states is None else StateFolder(states, self.node)
         self._hyperparameters = AlgorithmHyperparameters(algorithm, schedules, list(trainable_parameters(model)))
         self.settings = agreed_settings(model, algorithm, self._hyperparameters, nodes, local_steps, seed, proximal)
@@ -93,7 +94,7 @@ class Client:
             loss=loss,
             batches=source,
             seed=seed,
-            proximal=checked_proximal(proximal),
+            proximal=proximal,
             device=self._device,
             precision=precision,
         )
