@@ -6,6 +6,7 @@ Arguments with a meaning of their own are checked where they are used: participa
 from __future__ import annotations
 
 import difflib
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
@@ -93,6 +94,13 @@ def check_counts(**counts: Any) -> None:
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"Invalid {name}: {value!r}; need a whole number, 1 or more.")
+
+
+def check_seconds(**durations: Any) -> None:
+    """Refuse durations, given by name, that are not a finite number of seconds above 0."""
+    for name, value in durations.items():
+        if not is_number(value) or not 0 < value < math.inf:
+            raise ValueError(f"Invalid {name}: {value!r}; need a number of seconds above 0.")
 
 
 def check_function(name: str, value: Any, what: str) -> None:

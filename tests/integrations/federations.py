@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import tailopt
 from tailopt.algorithms import ALGORITHMS
-from tailopt.integrations.flower import Client, client_app
+from tailopt.integrations.flower import Client, TailOPT, client_app
 from tailopt.records import checkpoints
 
 NODES, ROUNDS, STEPS, BATCH = 5, 5, 3, 4
@@ -163,10 +164,29 @@ class LocalGrid(Grid):
 
 def round_of(message: Message) -> int:
     """The round that a train message is about; 0 for a query."""
-    import json
-
     return int(json.loads(message.content["config"]["request"])["round"]) if "config" in message.content else 0
 
 
 def grid(algo: tailopt.Algorithm, build: Callable[..., Client] = client, nodes: int = NODES, **more: Any) -> LocalGrid:
     return LocalGrid({node: client_app(lambda context, node=node: build(algo, node, **more)) for node in range(nodes)})
+
+
+def federated(
+    algo: tailopt.Algorithm, over: LocalGrid | None = None, rounds: int = ROUNDS, **more: Any
+) -> tuple[nn.Module, list[dict[str, Any]]]:
+    """The model and the history of a federation."""
+    trained = more.pop("model", None) or model()
+    given: dict[str, Any] = {"nodes": NODES, "local_steps": STEPS, "seed": 3, "connect_timeout": 0.5}
+    strategy = TailOPT(trained, algo, **given | more)
+    strategy.start(over or grid(algo), num_rounds=rounds, timeout=60)
+    assert strategy.result is not None
+    return trained, strategy.result.history
+
+
+def same(found: tuple[nn.Module, list[dict[str, Any]]], expected: tailopt.Result) -> bool:
+    """Whether all weights and buffers have the same bits, and the histories are equal."""
+    return digest(found[0]) == digest(expected.model) and _text(found[1]) == _text(expected.history)
+
+
+def _text(rows: list[dict[str, Any]]) -> str:
+    return json.dumps(rows, sort_keys=True)  # as text, NaN equals NaN; rows that were read from a file are sorted

@@ -20,7 +20,7 @@ import tailopt
 from tailopt.integrations.flower import Client, TailOPT, client_app
 from tests.integrations.federations import NODES, ROUNDS, STEPS, algorithm, client, data, digest, model, simulated
 
-TIMEOUT = 60.0
+TIMEOUT = 180.0  # of messages, and to wait for clients: on a busy machine, Ray's actors take their time to start
 # algorithm, options of the strategy, and how the client of a node fails: in which rounds, and in which way
 CASES: dict[str, tuple[str, dict[str, Any], tuple[int, set[int], str] | None]] = {
     "3 of 5": ("bi2clip", {"participants": 3}, None),
@@ -73,7 +73,9 @@ def main(case: str) -> None:
     name, options, failing = CASES.get(case, (case, {}, None))
     timeout = 8.0 if case == "late" else TIMEOUT
     trained, server = model(), ServerApp()
-    strategy = TailOPT(trained, algorithm(name), nodes=NODES, local_steps=STEPS, seed=3, **options)
+    strategy = TailOPT(
+        trained, algorithm(name), nodes=NODES, local_steps=STEPS, seed=3, connect_timeout=TIMEOUT, **options
+    )
 
     @server.main()
     def run(grid: Grid, context: Context) -> None:

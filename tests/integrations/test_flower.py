@@ -3,12 +3,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import logging
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +14,10 @@ from torch import nn
 
 import tailopt
 from tailopt.algorithms import ALGORITHMS
-from tailopt.cli.config_file import sections
-from tailopt.cli.configuration import resolve
-from tailopt.cli.main import main
-from tailopt.records.folder import Run
 
 pytest.importorskip("flwr", reason="flwr needs Python 3.11")
 
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
 
 from tailopt.integrations import flower
@@ -39,35 +31,13 @@ from tests.integrations.federations import (
     algorithm,
     client,
     data,
-    digest,
+    federated,
     grid,
     model,
-    round_of,
+    same,
     simulated,
     squares,
 )
-
-
-def federated(
-    algo: tailopt.Algorithm, over: LocalGrid | None = None, rounds: int = ROUNDS, **more: Any
-) -> tuple[nn.Module, list[dict[str, Any]]]:
-    """The model and the history of a federation."""
-    trained = more.pop("model", None) or model()
-    given: dict[str, Any] = {"nodes": NODES, "local_steps": STEPS, "seed": 3, "connect_timeout": 0.5}
-    strategy = TailOPT(trained, algo, **given | more)
-    strategy.start(over or grid(algo), num_rounds=rounds, timeout=60)
-    assert strategy.result is not None
-    return trained, strategy.result.history
-
-
-def same(found: tuple[nn.Module, list[dict[str, Any]]], expected: tailopt.Result) -> bool:
-    """Whether all weights and buffers have the same bits, and the histories are equal."""
-    return digest(found[0]) == digest(expected.model) and _text(found[1]) == _text(expected.history)
-
-
-def _text(rows: list[dict[str, Any]]) -> str:
-    return json.dumps(rows, sort_keys=True)  # as text, NaN equals NaN; rows that were read from a file are sorted
-
 
 # The bits of `simulate`
 
@@ -85,16 +55,17 @@ def test_every_algorithm_has_the_bits_of_a_simulation(name: str) -> None:
         {"participants": 3, "sampling": "proportional", "weights": [1.0, 2.0, 3.0, 4.0, 5.0]},
         {"weights": [1.0, 2.0, 0.5, 4.0, 3.0], "projection": 1.5, "average": True},
         {"schedules": {"ilr": tailopt.schedules.power(-0.5)}},
+        {"proximal": 0.5},
         {"aggregate": "median-norm"},
         {"aggregate": "trimmed-mean", "participants": 4},
         {"aggregate": "coordinate-median"},
         {"aggregate": "centred-clipping"},
     ],
-    ids=["3 of 5", "proportional", "weights", "schedule", "median-norm", "trimmed", "median", "centred"],
+    ids=["3 of 5", "proportional", "weights", "schedule", "proximal", "median-norm", "trimmed", "median", "centred"],
 )
 def test_every_option_of_a_round_has_the_bits_of_a_simulation(more: dict[str, Any]) -> None:
     algo = algorithm("bi2clip")
-    of_clients = {"schedules": more["schedules"]} if "schedules" in more else {}
+    of_clients = {name: more[name] for name in ("schedules", "proximal") if name in more}
     assert same(federated(algo, grid(algo, **of_clients), **more), simulated(algo, **more))
 
 
@@ -186,59 +157,6 @@ def test_a_nan_is_excluded_by_name(name: str) -> None:
         assert same(federated(algo, over), expected)
 
 
-def test_a_displacement_beyond_the_bound_is_excluded_by_name() -> None:
-    """Also of a client that says that it took more steps: its reply does not enter the bound."""
-    algo = algorithm("avg-biclip")
-
-    def greedy(algo: tailopt.Algorithm, node: int) -> Any:
-        return client(algorithm("avg-biclip"), node) if node != 4 else Scaled(client(algo, node))
-
-    class Scaled:
-        def __init__(self, inner: Any) -> None:
-            self.inner, self.node, self.settings = inner, inner.node, inner.settings
-
-        def train(self, request: Any, kept: Any) -> Any:
-            reply = self.inner.train(request, kept)
-            far = {name: x + 9.0 if name == "0.weight" else x for name, x in reply.tensors.items()}
-            return dataclasses.replace(reply, tensors=far)
-
-    with pytest.warns(UserWarning, match=r"node 4: beyond what its optimizer can move in 0\.weight"):
-        _, rows = federated(algo, grid(algo, greedy))
-    assert all([e["node"] for e in row["excluded"]] == [4] for row in rows)
-    assert all(row["weights"] == [0.25, 0.25, 0.25, 0.25, 0.0] for row in rows)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (lambda content: content["tensors"].pop("0.weight"), "no tensor 0.weight of shape (8, 6)"),
-        (lambda content: content["tensors"].update(ArrayRecord({"0.bias": torch.zeros(3)})), "no tensor 0.bias"),
-        (lambda content: content.pop("reply"), "cannot be read"),
-        (lambda content: content["reply"].update({"reply": '{"loss": 1' + 400 * "0" + "}"}), "OverflowError|too large"),
-        (lambda content: content["reply"].update({"reply": "[" * 9000}), "cannot be read"),
-        (lambda content: content["reply"].update({"reply": '{"loss": 1, "node": 2}'}), "cannot be read"),
-    ],
-    ids=["missing", "shape", "no reply", "infinite", "nested", "key"],
-)
-def test_a_reply_that_cannot_be_read_is_a_lost_contribution(
-    spoil: Callable[[RecordDict], Any], said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    algo = algorithm("avg-sgd")
-    over = grid(algo)
-    whole = over.apps[2]
-
-    def spoiled(message: Message, context: Any) -> Message:
-        reply = whole(message, context)
-        if round_of(message):
-            spoil(reply.content)
-        return reply
-
-    over.apps[2] = spoiled  # type: ignore[assignment]
-    assert same(federated(algo, over, rounds=2), simulated(algo, rounds=2, drops=lambda t, generator: [2]))
-    line = next(r.getMessage() for r in caplog.records if "no contribution of node 2" in r.getMessage())
-    assert any(part in line for part in said.split("|")), line
-
-
 # What clients keep
 
 
@@ -314,8 +232,9 @@ def test_a_client_that_leaves_and_comes_back_is_lost_meanwhile() -> None:
         ({"local_steps": 7}, "node 4 is refused: local_steps is 7 there and 3 on the server"),
         ({"algorithm": algorithm("avg-adam")}, 'node 4 is refused: algorithm is "avg-adam" there and "avg-sgd"'),
         ({"seed": 4}, "node 4 is refused: seed is 4 there and 3 on the server"),
+        ({"proximal": 0.5}, "node 4 is refused: proximal is 0.5 there and 0.0 on the server"),
     ],
-    ids=["model", "steps", "algorithm", "seed"],
+    ids=["model", "steps", "algorithm", "seed", "proximal"],
 )
 def test_a_client_with_another_model_or_settings_is_refused_by_name(
     changed: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
@@ -347,15 +266,6 @@ def test_other_frozen_weights_are_another_model(caplog: pytest.LogCaptureFixture
     assert [e["node"] for e in rows[0]["excluded"]] == [1]
 
 
-def test_a_second_client_of_a_partition_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    algo = algorithm("avg-sgd")
-    over = grid(algo)
-    over.apps[9] = client_app(lambda context: client(algo, 2))
-    over.ids[9], over.contexts[9] = 2000, over.contexts[2]
-    assert same(federated(algo, over), simulated(algo))
-    assert "node 2 is refused: another client that is connected has partition 2" in caplog.text
-
-
 def test_a_run_of_which_nobody_answers_ends(caplog: pytest.LogCaptureFixture) -> None:
     algo = algorithm("avg-sgd")
     over = grid(algo)
@@ -364,84 +274,29 @@ def test_a_run_of_which_nobody_answers_ends(caplog: pytest.LogCaptureFixture) ->
         federated(algo, over)
 
 
-# Records
-
-
-class Stop(RuntimeError):
-    """A server that is killed."""
-
-
-@pytest.mark.parametrize("name", ["bi2clip", "diloco", "adam2"])
-@pytest.mark.parametrize("every", [1, 3])
-def test_a_server_that_is_stopped_goes_on_from_its_folder(name: str, every: int, tmp_path: Path) -> None:
-    """The clients are ahead of the checkpoint: they begin again with the states of its round."""
-    algo = algorithm(name)
-    over = grid(algo)
-    options: dict[str, Any] = {"run": tmp_path / "run", "checkpoint_every": every}
-    federated(algo, over, rounds=4, **options)
-    whole = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
-    if every == 3:  # a kill right after round 4: the newest checkpoint is that of round 3
-        assert whole.name == "round-000004"
-        for file in whole.iterdir():
-            file.unlink()
-        whole.rmdir()
-    found = federated(algo, over, rounds=6, resume=True, **options)
-    assert same(found, simulated(algo, rounds=6))
-    assert len((tmp_path / "run" / "digests.jsonl").read_text().splitlines()) == 6
-
-
-def test_compare_and_verify_read_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tables = sections(
-        {
-            "task": {"name": "syntoken"},
-            "algorithm": {"name": "avg-biclip", "ilr": 0.5, "i_u": 0.1, "i_d": 0.01},
-            "run": {"rounds": 3, "nodes": 4, "local_steps": 2, "batch_size": 8, "seed": 5},
-        }
-    )
-    chosen = resolve(tables)
-    task, algo = chosen.build_task(), chosen.build_algorithm()
-    parts = task.nodes(5, 4)
-    options: dict[str, Any] = {"nodes": 4, "local_steps": 2, "seed": 5}
-    over = LocalGrid(
-        {
-            n: client_app(
-                lambda context, n=n: client(
-                    algo, n, model=task.model(5), loss=task.loss, data=parts[n], batch_size=8, **options
-                )
-            )
-            for n in range(4)
-        }
-    )
-    over.late = {(1, 2)}
-    folder = tmp_path / "run"
-    federated(
-        algo,
-        over,
-        rounds=3,
-        model=task.model(5),
-        run=folder,
-        describe=chosen.record(),
-        evaluate=lambda net: task.evaluate(net, 5),
-        **options,
-    )
-    assert "node 1" in (folder / "log.txt").read_text()
-    assert main(["verify", str(folder)]) == 0
-    assert "3 rounds replayed: every tensor has the recorded bits" in capsys.readouterr().out
-    assert main(["compare", str(folder)]) == 0
-    assert "avg-biclip" in capsys.readouterr().out
-    assert Run.open(folder).history()[1]["excluded"][0]["reason"] == "dropped"
-
-
 # Refusals
 
 
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"drops": 0.5}, TypeError, "Invalid drops: 0.5; a federation has no such option"),
+        ({"drops": 0.5}, TypeError, "Invalid drops: 0.5; a federation has no such option. Leave it out."),
+        ({"participant": 3}, TypeError, "Invalid participant: 3; a federation has no such option; did you mean"),
+        ({"engine": "vectorized"}, TypeError, "Invalid engine: 'vectorized'; a federation has no such option"),
+        ({"statistics": True}, TypeError, "Invalid statistics: True; a federation has no such option"),
         ({"weights": "samples"}, ValueError, "does not take the clients' word"),
+        ({"weights": [1.0, 2.0]}, ValueError, "Invalid weights: 2 of them for 5 nodes"),
+        ({"weights": [-1.0, 1.0, 1.0, 1.0, 1.0]}, ValueError, "Invalid weights"),
         ({"participation": 2.0}, ValueError, "Invalid participation"),
-        ({"engine": "vectorized"}, TypeError, "engine"),
+        ({"proximal": -1.0}, ValueError, "Invalid proximal"),
+        ({"nodes": 0}, ValueError, "Invalid nodes: 0; need a whole number, 1 or more"),
+        ({"privacy": "yes"}, TypeError, "Invalid privacy: 'yes'; need a Privacy, such as"),
+        (
+            {"connect_timeout": float("nan")},
+            ValueError,
+            "Invalid connect_timeout: nan; need a number of seconds above 0",
+        ),
+        ({"connect_timeout": "60"}, ValueError, "Invalid connect_timeout: '60'"),
         ({"resume": True}, ValueError, "Invalid resume"),
     ],
 )
@@ -449,7 +304,16 @@ def test_wrong_options_are_refused_before_anything_is_sent(
     options: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=said):
-        TailOPT(model(), algorithm("avg-sgd"), nodes=NODES, local_steps=STEPS, **options)
+        TailOPT(model(), algorithm("avg-sgd"), **{"nodes": NODES, "local_steps": STEPS} | options)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), None, "60"])
+def test_a_timeout_that_is_no_time_is_refused_before_anything_is_sent(timeout: Any) -> None:
+    over = grid(algorithm("avg-sgd"))
+    strategy = TailOPT(model(), algorithm("avg-sgd"), nodes=NODES, local_steps=STEPS, seed=3)
+    with pytest.raises(ValueError, match=f"Invalid timeout: {timeout!r}; need a number of seconds above 0"):
+        strategy.start(over, num_rounds=1, timeout=timeout)
+    assert over.asked == []
 
 
 def test_a_strategy_around_this_one_is_refused() -> None:
@@ -493,12 +357,3 @@ import tailopt.integrations.flower
 def test_the_adapter_stays_small() -> None:
     assert flower.__file__ is not None
     assert len(Path(flower.__file__).read_text(encoding="utf-8").splitlines()) <= 200
-
-
-@pytest.fixture(autouse=True)
-def _log_of_flower(caplog: pytest.LogCaptureFixture) -> Any:
-    """Flower's logger does not propagate to the root, where pytest listens."""
-    logger = logging.getLogger("flwr")
-    logger.addHandler(caplog.handler)
-    yield
-    logger.removeHandler(caplog.handler)

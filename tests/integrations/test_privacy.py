@@ -201,6 +201,26 @@ def test_noise_that_is_no_multiple_is_refused(noise: Any) -> None:
         Privacy(1.0, noise)
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"delta": 0}, "Invalid delta: 0; need a probability between 0 and 1"),
+        ({"delta": 1.0}, "Invalid delta: 1.0"),
+        ({"delta": True}, "Invalid delta: True"),
+        ({"rounds": 0}, "Invalid rounds: 0"),
+        ({"nodes": 0}, "Invalid nodes: 0"),
+        ({"participants": 2.5}, "Invalid participants: got 2.5; need a whole number from 1 to 10"),
+        ({"participants": True}, "Invalid participants: got True"),
+        ({"participants": 11}, "Invalid participants: got 11"),
+        ({"secret_sampling": "no"}, "Invalid secret_sampling: 'no'; need True or False"),
+    ],
+)
+def test_an_epsilon_of_what_does_not_exist_is_refused(changed: dict[str, Any], said: str) -> None:
+    given: dict[str, Any] = {"delta": 1e-5, "rounds": 5, "nodes": 10}
+    with pytest.raises(ValueError, match=said):
+        Privacy(1.0, 4.0).epsilon(**given | changed)
+
+
 def test_secure_aggregation_of_the_older_api_does_not_work_with_messages(caplog: pytest.LogCaptureFixture) -> None:
     """What docs/flower.md says: this fails as soon as Flower offers SecAgg+ for messages."""
     from flwr.client.mod import secaggplus_mod

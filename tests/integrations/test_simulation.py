@@ -28,12 +28,13 @@ def check(case: str) -> list[dict[str, Any]]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=450,
     )
     found = [line for line in run.stdout.splitlines() if line.startswith("FOUND ")]
     assert run.returncode == 0 and found, f"{run.stdout}\n{run.stderr}"
     federation, simulation = json.loads(found[0].removeprefix("FOUND "))
-    assert json.dumps(federation) == json.dumps(simulation)
+    said = [line for line in run.stderr.splitlines() if "Round" in line or "refused" in line]
+    assert json.dumps(federation) == json.dumps(simulation), said
     history: list[dict[str, Any]] = federation["history"]
     return history
 

@@ -170,7 +170,8 @@ def primary_metric(run: Run) -> tuple[str, bool]:
 
     A task of one's own is not loaded for it: its code may have changed, or may be somebody else's.
     """
-    of_task = run.config.get("task", {})
+    described = run.config.get("task")
+    of_task: Any = described if isinstance(described, dict) else {}  # a program may `describe` its task by a word
     name, source = of_task.get("name"), of_task.get(CODE, {})
     if name in TASKS:
         defaults = task(name).defaults

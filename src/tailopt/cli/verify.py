@@ -40,7 +40,12 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
     """Replay and compare."""
     run = Run.open(arguments.folder)
     if "task" not in run.config:
-        raise ValueError(f"{run.path} names no task, so it cannot be replayed: it is not a run of `tailopt train`.")
+        raise ValueError(
+            f"{run.path} names no task, so it cannot be replayed. Runs of `tailopt train` name one; a federation does "
+            "with `describe`."
+        )
+    if "privacy" in run.config:
+        raise ValueError(f"{run.path} is a private run, which cannot be replayed: its noise was drawn anew.")
     named = [] if arguments.task is None else [("task", arguments.task)]
     chosen = resolve(apply_overrides(sections(run.config, of_a_run=True), named))
     _say_differences(run)

@@ -23,6 +23,7 @@ def agreed_settings(
     nodes: int,
     local_steps: int,
     seed: int,
+    proximal: float = 0.0,
 ) -> dict[str, Any]:
     """Return the settings that decide what a client sends, with the model: what is frozen by its digest."""
     trained, buffers = trainable_parameters(model), dict(model.named_buffers())
@@ -39,6 +40,7 @@ def agreed_settings(
             "nodes": nodes,
             "local_steps": local_steps,
             "seed": seed,
+            "proximal": float(proximal),
             "parameters": {name: shape(p) for name, p in trained.items()},
             "buffers": {name: shape(b) for name, b in buffers.items()},
             "frozen parameters": digest(frozen) if frozen else None,

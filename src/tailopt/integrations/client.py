@@ -21,6 +21,7 @@ from tailopt.integrations.kept_states import StateFolder, keep_state, state_afte
 from tailopt.rounds.auto_thresholds import plain_statistics
 from tailopt.rounds.hyperparameters import AlgorithmHyperparameters
 from tailopt.rounds.participants import Participants
+from tailopt.rounds.proximal import checked_proximal
 
 
 class Client:
@@ -36,7 +37,7 @@ class Client:
         batches: (node, round, step, generator) -> batch.
         local_steps: in every round.
         batch_size: with a Dataset.
-        schedules, seed: the same as the server's.
+        proximal, schedules, seed: the same as the server's.
         device: where the local steps are taken; by default where the model is.
         precision: None or "bf16" (autocast).
         states: a folder for the inner optimizer's states where the algorithm keeps them: one folder for each run. By
@@ -55,6 +56,7 @@ class Client:
         data: Any = None,
         batches: BatchFunction | None = None,
         batch_size: int | None = None,
+        proximal: float = 0.0,
         schedules: Any = None,
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -65,9 +67,10 @@ class Client:
         check_function("loss", loss, "a function (model, batch) that returns a scalar tensor")
         check_choice("precision", precision, tuple(PRECISIONS))
         self.node, seed = whole_number("node", node, low=0, high=nodes - 1), checked_seed(seed)
+        proximal = checked_proximal(proximal)
         self._states = None if states is None else StateFolder(states, self.node)
         self._hyperparameters = AlgorithmHyperparameters(algorithm, schedules, list(trainable_parameters(model)))
-        self.settings = agreed_settings(model, algorithm, self._hyperparameters, nodes, local_steps, seed)
+        self.settings = agreed_settings(model, algorithm, self._hyperparameters, nodes, local_steps, seed, proximal)
         if (data is None) == (batches is None):
             raise ValueError(
                 f"Invalid data: {'none' if data is None else 'two sources'}; give data, a Dataset or DataLoader, or "
@@ -91,6 +94,7 @@ class Client:
             loss=loss,
             batches=source,
             seed=seed,
+            proximal=proximal,
             device=self._device,
             precision=precision,
         )

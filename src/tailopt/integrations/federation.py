@@ -26,15 +26,15 @@ from tailopt.integrations.agreed_settings import disagreement, settings_digest
 from tailopt.integrations.kept_states import last_state_rounds
 from tailopt.integrations.privacy import Privacy
 from tailopt.records.folder import Run, is_run
-from tailopt.rounds.auto_thresholds import statistics_from_plain
+from tailopt.rounds.auto_thresholds import checked_statistics, statistics_from_plain
 from tailopt.rounds.guard import Bound
 from tailopt.rounds.participants import Participants
 from tailopt.rounds.policy import RoundPolicy
 from tailopt.rounds.round import Contribution, GlobalState, RoundResult
+from tailopt.thresholds import Statistics
 
 POLL_S = 0.5  # between two looks at who is connected
-# What reading the reply of a broken or hostile client can raise. It costs that client its contribution, and no other.
-UNREADABLE = (ArithmeticError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError)
+LONGEST_REASON = 400  # characters of what a client said that are logged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,7 @@ class Federation(Sequential):
                 if isinstance(reply, str):
                     raise ValueError(reply)
                 arrived[node] = self._contribution(state, start, node, reply)
-            except UNREADABLE as error:
+            except Exception as error:  # what a hostile reply raises costs that client its contribution, and no other
                 self._log(f"Round {state.round + 1}: no contribution of node {node}: {error}")
         server.policy.lost.clear()
         server.policy.lost.update(set(nodes) - arrived.keys())
@@ -216,14 +216,16 @@ class Federation(Sequential):
         self._addresses = {node: address for node, address in self._addresses.items() if address in connected}
         unknown = connected - set(self._addresses.values())
         self._refused = {address: why for address, why in self._refused.items() if address in unknown}
-        for address, answer in sorted(self._server.network.ask(sorted(unknown)).items()) if unknown else ():
+        answers = self._server.network.ask(sorted(unknown)) if unknown else {}
+        for address in sorted(unknown & answers.keys()):
+            answer = answers[address]
             why = answer if isinstance(answer, str) else self._reason_to_refuse(*answer)
             if not why and not isinstance(answer, str):
                 self._addresses[answer[0]] = address
                 self._refused.pop(address, None)
                 continue
             named = f"client {address}" if isinstance(answer, str) else f"node {answer[0]}"
-            self._refused[address] = f"{named} is refused: {why}"
+            self._refused[address] = one_line(f"{named} is refused: {why}")
             self._log(f"{self._refused[address]}. The others go on.")
 
     def _reason_to_refuse(self, node: int, settings: Mapping[str, Any]) -> str:
@@ -232,7 +234,10 @@ class Federation(Sequential):
             return f"its partition is {node}, and there are the nodes 0 to {nodes - 1}"
         if node in self._addresses:
             return f"another client that is connected has partition {node}"
-        return disagreement(self._server.settings, settings)
+        try:
+            return disagreement(self._server.settings, settings)
+        except Exception as error:  # as in `contributions`
+            return f"its settings cannot be read ({type(error).__name__}: {error})"
 
     # Messages
 
@@ -260,6 +265,9 @@ class Federation(Sequential):
         for name, tensor in sent.items():
             if name not in reply.tensors or reply.tensors[name].shape != tensor.shape:
                 raise ValueError(f"its reply has no tensor {name} of shape {tuple(tensor.shape)}")
+            found = reply.tensors[name].dtype  # mods of Flower send other floating-point types than they were given
+            if found != tensor.dtype and not (found.is_floating_point and tensor.is_floating_point()):
+                raise ValueError(f"its reply has {name} as {found}, and the model as {tensor.dtype}")
         got = {name: reply.tensors[name].to(tensor.device, tensor.dtype) for name, tensor in sent.items()}
         wanted = self._request(state, node).state_round
         if reply.state_round != wanted:
@@ -277,8 +285,18 @@ class Federation(Sequential):
             loss=float(reply.loss),
             movement_bound=bound,
             steps=self._steps_of_round,
-            threshold_statistics=None if reply.thresholds is None else [*map(statistics_from_plain, reply.thresholds)],
+            threshold_statistics=self._statistics(reply, len(state.names)),
         )
+
+    def _statistics(self, reply: TrainReply, n_params: int) -> list[Statistics] | None:
+        """Return what thresholds that are "auto" follow from; None where none is."""
+        auto_thresholds = self._hyperparameters.auto_thresholds
+        if auto_thresholds is None:
+            return None
+        if reply.thresholds is None:
+            raise ValueError("its reply has no statistics of its gradients")
+        wanted = auto_thresholds.recorder(n_params).statistics()
+        return checked_statistics([*map(statistics_from_plain, reply.thresholds)], wanted, self._steps_of_round)
 
     def _nothing(self, node: int) -> Contribution:
         """Stand in for a contribution that is lost: its steps count, nothing else does."""
@@ -288,9 +306,22 @@ class Federation(Sequential):
 
     def _log(self, text: str) -> None:
         """Log a text once, in Flower's log and in the run folder."""
+        text = one_line(text)
         if text in self._logged:
             return
         self._logged.add(text)
         logging.getLogger("flwr").warning(text)
         if self._server.folder is not None and is_run(self._server.folder):
             Run.open(self._server.folder).log(text)
+
+
+def one_line(text: str) -> str:
+    """Return a text, a part of which a client wrote, as one line of limited length: it cannot forge a line of the log.
+
+    Examples:
+        >>> one_line("node 1 is refused: \\x1b[2Jits model\\n2026-01-01  resumed")
+        'node 1 is refused: [2Jits model 2026-01-01 resumed'
+    """
+    printable = "".join(c if c.isprintable() else " " for c in text[: 2 * LONGEST_REASON])
+    line = " ".join(printable.split())
+    return line if len(line) <= LONGEST_REASON else f"{line[:LONGEST_REASON]}..."

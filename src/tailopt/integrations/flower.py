@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from tailopt.algorithms import Algorithm
+from tailopt.arguments import check_seconds
 from tailopt.engines.simulate import Result as SimulationResult
 from tailopt.integrations.client import Client
-from tailopt.integrations.federation import UNREADABLE, TrainReply, TrainRequest
+from tailopt.integrations.federation import TrainReply, TrainRequest
 from tailopt.integrations.privacy import Privacy
 from tailopt.integrations.server import FederationServer
 from tailopt.optional import require
@@ -86,6 +87,7 @@ class TailOPT(Strategy):
         """
         if train_config is not None or evaluate_config is not None or evaluate_fn is not None:
             raise ValueError("TailOPT takes no train_config, evaluate_config or evaluate_fn. Give it `evaluate`.")
+        check_seconds(timeout=timeout)
         model, privacy = self._server.model, self._server.privacy
         if initial_arrays is not None:
             model.load_state_dict(initial_arrays.to_torch_state_dict())
@@ -141,14 +143,13 @@ class FlowerNetwork:
         messages = [Message(content, address, kind, ttl=self._timeout) for address, content in contents.items()]
         found: dict[int, T | str] = {}
         for message in self._grid.send_and_receive(messages, timeout=self._timeout) if messages else ():
+            address = message.metadata.src_node_id
+            if address not in contents or address in found:
+                continue  # of nobody who was asked, or a second reply
             try:
-                found[message.metadata.src_node_id] = (
-                    message.error.reason or "an error without a reason"
-                    if message.has_error()
-                    else read(message.content)
-                )
-            except UNREADABLE as error:
-                found[message.metadata.src_node_id] = f"its reply cannot be read ({type(error).__name__}: {error})"
+                found[address] = (message.error.reason or "an error") if message.has_error() else read(message.content)
+            except Exception as error:  # whatever bytes can make it raise
+                found[address] = f"its reply cannot be read ({type(error).__name__}: {error})"
         return found
 
 

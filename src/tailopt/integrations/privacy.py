@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tailopt.algorithms import Algorithm
-from tailopt.arguments import check_counts, is_number
+from tailopt.arguments import check_counts, check_flags, is_number, whole_number
 from tailopt.optional import require
 from tailopt.rounds.block_norm import norm
 from tailopt.rounds.guard import Bound, check_displacement
@@ -124,13 +124,10 @@ class Privacy:
                 that of a client that took part in every round.
         """
         check_counts(rounds=rounds, nodes=nodes)
+        check_flags(secret_sampling=secret_sampling)
         if not is_number(delta) or not 0 < delta < 1:
             raise ValueError(f"Invalid delta: {delta!r}; need a probability between 0 and 1, such as 1 / nodes ** 1.1.")
-        count = nodes if participants is None else participants
-        if not 1 <= count <= nodes:
-            raise ValueError(
-                f"Invalid participants: {participants}; need a count from 1 to {nodes}, the nodes there are."
-            )
+        count = nodes if participants is None else whole_number("participants", participants, low=1, high=nodes)
         if self.noise == 0:
             return math.inf
         sentence = "The accountant needs dp-accounting"

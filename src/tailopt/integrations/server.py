@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from tailopt.algorithms import Algorithm
+from tailopt.arguments import check_counts, check_seconds, did_you_mean
 from tailopt.engines.batches import FunctionBatches
 from tailopt.engines.loop import Reporting
 from tailopt.engines.model_state import trainable_parameters
@@ -21,9 +23,19 @@ from tailopt.integrations.federation import FederatedPolicy, Federation, Network
 from tailopt.integrations.privacy import Privacy
 from tailopt.rounds.hyperparameters import AlgorithmHyperparameters
 
-REPORTING = ("evaluate", "evaluate_every", "statistics", "checkpoint_every", "keep", "loggers", "progress")
-# options of rounds that only a simulation has, or that are decided elsewhere
-REFUSED = ("drops", "on_drop", "local_epochs", "inner_state", "lost")
+REPORTING = ("evaluate", "evaluate_every", "checkpoint_every", "keep", "loggers", "progress")
+# of the rounds; a simulation has more: it loses contributions, counts gradients, and knows the clients' data
+OF_ROUNDS = (
+    "participation",
+    "participants",
+    "sampling",
+    "proximal",
+    "projection",
+    "average",
+    "guard",
+    "aggregate",
+    "seed",
+)
 
 
 class FederationServer:
@@ -50,9 +62,16 @@ class FederationServer:
         describe: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        for name in set(REFUSED) & options.keys():
-            raise TypeError(f"Invalid {name}: {options[name]!r}; a federation has no such option. Leave it out.")
         weights = options.pop("weights", None)
+        for name in sorted(options.keys() - {*REPORTING, *OF_ROUNDS}):
+            hint = did_you_mean(name, (*REPORTING, *OF_ROUNDS))
+            raise TypeError(f"Invalid {name}: {options[name]!r}; a federation has no such option{hint} Leave it out.")
+        check_counts(nodes=nodes, local_steps=local_steps)
+        check_seconds(connect_timeout=connect_timeout)
+        if privacy is not None and not isinstance(privacy, Privacy):
+            raise TypeError(
+                f"Invalid privacy: {privacy!r}; need a Privacy, such as Privacy(clip=0.5, noise=4.0), or None."
+            )
         if isinstance(weights, str):
             raise ValueError(
                 f"Invalid weights: {weights!r}; need a number for each client, or None for equal ones: a server does "
@@ -62,7 +81,9 @@ class FederationServer:
         self._schedules, self._connect_timeout = schedules, connect_timeout
         shown = {"progress": False, **{name: options.pop(name) for name in REPORTING if name in options}}
         self._reporting = Reporting(title=algorithm.name, **shown)
-        self._records = RunFolderOptions(run, resume, {}, describe or {})
+        # a run that is resumed with another noise would have no epsilon
+        stored = {} if privacy is None else {"privacy": dataclasses.asdict(privacy)}
+        self._records = RunFolderOptions(run, resume, stored, describe or {})
         self._policy = FederatedPolicy(
             rounds=None,
             inner_state=algorithm.inner_state,
@@ -83,7 +104,13 @@ class FederationServer:
         server = ServerOptions(
             network=network,
             settings=agreed_settings(
-                self.model, self.algorithm, hyperparameters, policy.nodes, policy.local_steps, policy.seed
+                self.model,
+                self.algorithm,
+                hyperparameters,
+                policy.nodes,
+                policy.local_steps,
+                policy.seed,
+                policy.proximal,
             ),
             policy=policy,
             folder=None if self._records.folder is None else Path(self._records.folder),

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from tailopt.arguments import is_number
 from tailopt.clipping.counts import Counts
 from tailopt.native.clip import BINS
 from tailopt.rounds.gradient_statistics import GradientRecorder, Kind
@@ -257,3 +258,36 @@ def statistics_from_plain(plain: Mapping[str, Any]) -> Statistics:
     for k, (number, log) in plain["octaves"].items():
         octaves[int(k)], logs[int(k)] = number, log
     return Counts(**{name: plain[name] for name in _NUMBERS}, octaves=tuple(octaves), logs=tuple(logs))
+
+
+def checked_statistics(found: Sequence[Statistics], wanted: Sequence[Statistics], steps: int) -> list[Statistics]:
+    """Return statistics that somebody else sent; ValueError for those that no node can have, which would end the run.
+
+    wanted: empty ones, of the same kind and of as many tensors; steps: local steps that they are of.
+    """
+    kinds = [[type(s).__name__ for s in statistics] for statistics in (found, wanted)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(f"Invalid statistics: {len(found)} of {set(kinds[0])}; need {len(wanted)} of {set(kinds[1])}.")
+    for i, s in enumerate(found):
+        possible = _possible_norms(s, steps) if isinstance(s, Norms) else _possible_counts(s)
+        if not possible:
+            raise ValueError(f"Invalid statistics of tensor {i}: {str(s):.120}; no gradients have these.")
+    return list(found)
+
+
+def _possible_norms(norms: Norms, steps: int) -> bool:
+    return len(norms.values) <= steps and all(is_number(x) and not x < 0 for x in norms.values)
+
+
+def _possible_counts(counts: Counts) -> bool:
+    """Whether sums over elements are numbers of their type, and the logarithms are those of their octaves."""
+    for name in _NUMBERS:
+        value, is_float = getattr(counts, name), isinstance(getattr(Counts(), name), float)
+        if not is_number(value) or not 0 <= value < math.inf or not (is_float or isinstance(value, int)):
+            return False
+    for k, (number, log) in enumerate(zip(counts.octaves, counts.logs, strict=True)):
+        # an octave of slack on both sides, for rounding
+        least, most = ((k - 128) * number, (k - 125) * number) if 0 < k < BINS - 1 else (0, 0)
+        if not (isinstance(number, int) and 0 <= number <= counts.elements and least <= log <= most):
+            return False
+    return counts.elements < 1 << 53
