@@ -14,6 +14,7 @@ from tailopt.cli.compare_tables import Ended, by_run, check_table_file, over_see
 from tailopt.cli.config_file import CODE, sections_of_run_folder
 from tailopt.cli.overrides import Overrides
 from tailopt.cli.tables import format_cell, print_table
+from tailopt.figures.labels import name_line_ends, plain_ticks
 from tailopt.figures.style import colours, look, pyplot
 from tailopt.records.folder import ENVIRONMENT, Run, is_run
 from tailopt.records.identity import RUN
@@ -231,9 +232,10 @@ def draw(file: Path, curves: Sequence[RunCurve], metric: str) -> None:
     axis.set(xlabel="round", ylabel=metric)
     if finite and min(finite) > 0:
         axis.set_yscale("log")
+        plain_ticks(axis.yaxis)
     axis.grid(alpha=0.25, which="both", linewidth=0.5)
-    axis.legend(frameon=False, fontsize="small")
-    axis.set_title(", ".join(sorted({curve.task for curve in curves})), fontsize=11)
+    name_line_ends([axis])
+    figure.suptitle(", ".join(sorted({curve.task for curve in curves})), fontsize=11)
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         figure.savefig(file, dpi=130)

@@ -26,12 +26,13 @@ from torch import Tensor
 
 from tailopt.algorithms import algorithm
 from tailopt.engines.simulate import simulate
-from tailopt.figures.style import LineStyle, pyplot
+from tailopt.figures.labels import compare_with, name_line_ends, named, plain_ticks
+from tailopt.figures.style import LineStyle
 from tailopt.optional import missing
 from tailopt.progress import Progress
 from tailopt.schedules import cosine
 from tailopt.seeds import derive_seed, generator
-from tailopt.studies.plots import save
+from tailopt.studies.plots import finish, panels
 from tailopt.studies.protocol import UNJUDGED
 from tailopt.studies.runner import RECORD, Grid, Tick, as_json, digest, run_grid, write_results
 from tailopt.studies.study import StudyOptions, resolve_device
@@ -293,12 +294,17 @@ def measure(plan: DropsPlan, corpus: ByteCorpus, cell: DropsCell, tick: Tick = l
 
 @dataclass(frozen=True)
 class DropsRow:
-    """One algorithm under one case. mean: by round; last: by seed; above: percent above `everybody`, by seed."""
+    """One algorithm under one case.
+
+    mean, least, most: over the seeds, by round; last: by seed; above: percent above `everybody`, by seed.
+    """
 
     algorithm: str
     case: str
     rounds: list[int]
     mean: list[float]
+    least: list[float]
+    most: list[float]
     last: list[float]
     above: list[float]
     mean_above: float
@@ -357,10 +363,13 @@ def summarise(
         spread[name] = 100 * (max(everybody) / min(everybody) - 1)
         for case in CASES:
             of_case = [curves[DropsCell(name, case, seed)] for seed in plan.seeds]
-            mean = [statistics.fmean(values) for values in zip(*(c.perplexity for c in of_case), strict=True)]
+            by_round = list(zip(*(c.perplexity for c in of_case), strict=True))
+            mean, least, most = ([f(values) for values in by_round] for f in (statistics.fmean, min, max))
             last = [curve.perplexity[-1] for curve in of_case]
             above = [100 * (value / base - 1) for value, base in zip(last, everybody, strict=True)]
-            rows.append(DropsRow(name, case, of_case[0].rounds, mean, last, above, statistics.fmean(above)))
+            rows.append(
+                DropsRow(name, case, of_case[0].rounds, mean, least, most, last, above, statistics.fmean(above))
+            )
     sizes = {"training_bytes": sum(map(len, corpus.nodes)), "held_out_bytes": len(corpus.held_out)}
     device = " and ".join(sorted({curve.device for curve in curves.values()}))
     text = {"digest": corpus.digest, **sizes}
@@ -416,24 +425,26 @@ STYLES: Mapping[str, LineStyle] = {
 
 
 def figure(results: DropsResults, path: Path) -> None:
-    """Held-out perplexity by round, one panel per algorithm."""
+    """Held-out perplexity by round, one panel per algorithm: the mean over seeds, and their range."""
     plan = results.plan
-    size = (5.5 * len(plan.algorithms), 4.2)
-    drawing, panels = pyplot().subplots(
-        1, len(plan.algorithms), figsize=size, sharey=True, squeeze=False, layout="constrained"
-    )
-    for name, panel in zip(plan.algorithms, panels[0], strict=True):
+    drawing, axes = panels(len(plan.algorithms), columns=2, height=3.6, sharey=True)
+    for name, panel in zip(plan.algorithms, axes, strict=True):
         for row in [row for row in results.rows if row.algorithm == name]:
             style = STYLES[row.case]
-            share = f" ({row.mean_above:+.1f} % in the end)" if style.marker else ""
+            share = f" ({row.mean_above:+.1f} %)" if style.marker else ""
             panel.plot(row.rounds, row.mean, label=f"{row.case}{share}", markersize=4, **style.keywords())
-        panel.axhline(results.unigram, color="#777777", linewidth=1, linestyle=":", label="unigram")
+            panel.fill_between(row.rounds, row.least, row.most, color=style.hex, alpha=0.13, linewidth=0)
+        compare_with(panel, results.unigram, "unigram model")
         panel.set_yscale("log")
-        panel.set_title(name, fontsize=10)
+        plain_ticks(panel.yaxis)
+        if len(axes) > 1:
+            named(panel, name)
         panel.set_xlabel("round")
         panel.grid(alpha=0.25)
-        panel.legend(fontsize=8)
-    panels[0][0].set_ylabel("held-out perplexity by byte")
-    title = f"{plan.lost:.0%} of contributions lost, {plan.nodes} nodes, mean of {len(plan.seeds)} seeds"
-    drawing.suptitle(title, fontsize=11)
-    save(drawing, path)
+    axes[0].set_ylabel("held-out perplexity by byte")
+    name_line_ends(axes)
+    of_one = f", {next(iter(plan.algorithms))}" if len(axes) == 1 else ""
+    title = (
+        f"{plan.lost:.0%} of contributions lost{of_one}, {plan.nodes} nodes: mean and range of {len(plan.seeds)} seeds"
+    )
+    finish(drawing, title, path)

@@ -64,7 +64,7 @@ def run(out: Path, options: StudyOptions) -> Path:
     results = compare(plan, out, options.progress)
     judged = None if options.quick else evaluate_claims(results)
     write_results(out, {**results.as_json(), "claims": judged or []}, report(results, judged), options.command)
-    title = f"GLUE, {plan.nodes(next(iter(columns)))} nodes: validation by round"
+    title = f"GLUE, {plan.nodes(next(iter(columns)))} nodes"
     metric_curves(results, {label: METRICS[label][0] for label in columns}, out / "glue.png", title)
     return out
 
