@@ -85,14 +85,13 @@ def moved_apart(places: Sequence[float], gap: float) -> list[float]:
 
 def dash_legend(figure: Any, axes: Sequence[Any], columns: int = 4) -> None:
     """One legend below all panels: every label once, with its colour and its dashes, and no marker that hides them."""
-    from matplotlib.lines import Line2D
-
+    line = pyplot().Line2D
     handles: dict[str, Any] = {}
     for axis in axes:
         for shown, label in zip(*axis.get_legend_handles_labels(), strict=True):
             if label not in handles:
-                handles[label] = Line2D([], [])
-                handles[label].update_from(shown if isinstance(shown, Line2D) else shown[0])  # of error bars, the line
+                handles[label] = line([], [])
+                handles[label].update_from(shown if isinstance(shown, line) else shown[0])  # of error bars, the line
                 handles[label].set(marker="", linewidth=1.7, label=label)
     figure.legend(
         handles=list(handles.values()), loc="outside lower center", ncols=columns, frameon=False, fontsize=SIZE,
@@ -105,17 +104,16 @@ def plain_ticks(axis: Any) -> None:
 
     axis: axes.xaxis or axes.yaxis, with its limits.
     """
-    from matplotlib import ticker
-
+    plt = pyplot()
     low, high = sorted(axis.get_view_interval())
     decades = math.log10(high / low) if low > 0 else math.inf
     if decades < 0.7:
-        axis.set_major_locator(ticker.MaxNLocator(5, steps=[1, 2, 5, 10]))
+        axis.set_major_locator(plt.MaxNLocator(5, steps=[1, 2, 5, 10]))
     else:
         subs = (1, 2, 3, 5) if decades < 1.5 else (1, 2, 5) if decades < 2.5 else (1,)
-        axis.set_major_locator(ticker.LogLocator(subs=subs, numticks=8))
-    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: plain_number(value)))
-    axis.set_minor_formatter(pyplot().NullFormatter())
+        axis.set_major_locator(plt.LogLocator(subs=subs, numticks=8))
+    axis.set_major_formatter(plt.FuncFormatter(lambda value, _: plain_number(value)))
+    axis.set_minor_formatter(plt.NullFormatter())
 
 
 def plain_number(value: float) -> str:
@@ -135,11 +133,9 @@ def plain_number(value: float) -> str:
 
 def compare_with(axis: Any, value: float, name: str) -> None:
     """A dotted horizontal line at a value that is not of a run, with its name above its right end."""
-    from matplotlib.patheffects import withStroke
-
     axis.axhline(value, color=GREY, linewidth=1.0, linestyle=(0, (1, 2)))
-    text = axis.annotate(
+    axis.annotate(
         name, (0.99, value), xycoords=("axes fraction", "data"), xytext=(0, 2), textcoords="offset points",
         fontsize=SIZE - 1, color=GREY, va="bottom", ha="right",
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5},  # lines may pass behind it
     )  # fmt: skip
-    text.set_path_effects([withStroke(linewidth=2, foreground="white")])  # lines may pass behind it

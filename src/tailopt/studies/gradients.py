@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,8 +30,9 @@ from tailopt.figures.labels import named, plain_number, plain_ticks
 from tailopt.figures.style import PALETTE, pyplot
 from tailopt.optional import missing
 from tailopt.paper import paper_settings
-from tailopt.progress import Progress
+from tailopt.progress import Progress, duration
 from tailopt.studies.comparison import TaskSpec
+from tailopt.studies.comparison_runs import seconds_of_a_first_step
 from tailopt.studies.glue import labels, task_spec
 from tailopt.studies.plots import WIDTH, finish
 from tailopt.studies.protocol import Claim, claim_lines, decide
@@ -80,6 +82,8 @@ def run(out: Path, options: StudyOptions) -> Path:
     if options.quick:
         plan = GradientsPlan(spec, rounds=2, nodes=2, local_steps=2, coordinates=500, batch_size=2)
     followed: dict[str, Followed] = {}
+    if options.progress:
+        print(cost(plan, resolve_device(options.device)), file=sys.stderr, flush=True)
     with Progress(options.progress) as bar:
 
         def tick(name: str, steps: int) -> None:
@@ -94,6 +98,15 @@ def run(out: Path, options: StudyOptions) -> Path:
     write_results(out, written, report(results, label, claims), options.command)
     draw(values, label, out / "gradients.png")
     return out
+
+
+def cost(plan: GradientsPlan, device: str) -> str:
+    """What the study will cost: one step is timed, nothing else is run."""
+    problem, steps = plan.column.build(), len(SETTINGS) * plan.steps
+    step = seconds_of_a_first_step(
+        problem, plan.nodes, plan.batch_size or problem.defaults.batch_size, plan.seed, device
+    )
+    return f"{steps} local steps of {step * 1e3:.3g} ms on {device}, about {duration(steps * step)}"
 
 
 # --- Following the gradients ------------------------------------------------------------------------------------------
