@@ -187,8 +187,9 @@ def lower_is_better(run: Run, metric: str) -> bool:
 
 def read_curve(run: Run, metric: str) -> RunCurve:
     """Read a run's metric by round; rounds without the metric are left out."""
-    algorithm = run.config.get("algorithm", {}).get("name")
-    if not isinstance(algorithm, str):
+    method = run.config.get("algorithm")
+    algorithm = method.get("name") if isinstance(method, Mapping) else None
+    if method is None or not isinstance(algorithm, str):
         raise ValueError(f"{CONFIG} names no algorithm.")
     points = []
     known = {"loss"}
@@ -202,7 +203,7 @@ def read_curve(run: Run, metric: str) -> RunCurve:
             f"Invalid metric: {run.path} has no {metric!r}. It has {', '.join(sorted(known))}: --metric loss."
         )
     task_of_run = run.config.get("task", {})
-    settings = {**task_of_run, **run.config.get("run", {}), **run.config["algorithm"]}
+    settings = {**task_of_run, **run.config.get("run", {}), **method}
     settings |= {f"schedules.{key}": entry for key, entry in run.config.get("schedules", {}).items()}
     for name in ("name", "numbers", CODE):
         settings.pop(name, None)

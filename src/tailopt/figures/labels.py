@@ -48,7 +48,14 @@ def name_line_ends(axes: Sequence[Any], size: float = SIZE) -> None:
                 fontsize=size,
                 color=line.get_color(),
                 annotation_clip=False,
-                arrowprops={"arrowstyle": "-", "color": line.get_color(), "linewidth": 0.6, "shrinkA": 1, "shrinkB": 1},
+                arrowprops={
+                    "arrowstyle": "-",
+                    "color": line.get_color(),
+                    "linewidth": 0.6,
+                    "shrinkA": 1,
+                    "shrinkB": 1,
+                    "relpos": (0, 0.5),
+                },
             )
 
 

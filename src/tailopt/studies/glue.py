@@ -49,7 +49,7 @@ METRICS: Mapping[str, Sequence[str]] = {
 # ended near the majority class. One node after another needs 1.2 GB; side by side, three points took more than 15.
 SMALL = ("avg-sgd", "avg-adam", "avg-biclip")
 SMALL_RUN: Mapping[str, Any] = {"rounds": 6, "local_steps": 4, "engine": "sequential"}
-SMALL_SEARCH: Mapping[str, Any] = {**FEW_POINTS, "budget": 3, "seeds": (0,)}
+SMALL_SEARCH: Mapping[str, Any] = {**FEW_POINTS, "seeds": (0,)}
 RIVALS = ("adam2", "diloco", "rmsprop-biclip")
 
 
