@@ -1,5 +1,6 @@
 """The text in figures: names at the ends of lines, legends that show dashes, numbers at ticks, lines to compare with.
 
+named(axis, name)         the name of a panel; a figure has one title
 name_line_ends(axes)      the name of every line beside its end, moved apart where ends are close
 dash_legend(figure, ...)  one legend for all panels; its handles have the dashes and no markers
 plain_ticks(axis)         0.01, 5, 2000 at logarithmic ticks instead of powers of ten
