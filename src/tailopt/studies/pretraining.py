@@ -412,7 +412,7 @@ def figure(results: PretrainingResults, path: Path) -> None:
     steps = [plan.local_steps * t for t in range(1, plan.rounds + 1)]
     for axis, nodes in zip(axes, plan.counts, strict=False):
         for name in plan.names():
-            band(axis, steps, results.row(name, nodes).curves, **_look(name), marker="o", markersize=2.5)
+            band(axis, steps, results.row(name, nodes).curves, **{**_look(name), "marker": "o", "markersize": 2.5})
         compare_with(axis, unigram, "unigram model")
         axis.set(xlabel="step", ylabel="loss, nats per token", ylim=limits)
         named(axis, f"{nodes} nodes")
@@ -434,7 +434,7 @@ def _gaps_panel(axis: Any, results: PretrainingResults) -> None:
         rows = [results.row(name, nodes) for nodes in counts]
         means = [row.mean_gap for row in rows]
         bars = [[row.mean_gap - min(row.gaps) for row in rows], [max(row.gaps) - row.mean_gap for row in rows]]
-        axis.errorbar(positions, means, yerr=bars, markersize=4, capsize=2, linewidth=1.5, marker="o", **_look(name))
+        axis.errorbar(positions, means, yerr=bars, capsize=2, linewidth=1.5, **{**_look(name), "marker": "o"})
     axis.set_xticks(range(len(counts)), [str(n) for n in counts])
     named(axis, "at the end, mean and range")
     axis.set(xlabel="nodes", ylabel="gap to data-parallel AdamW, %")
