@@ -25,7 +25,8 @@ from rich.live import Live
 from rich.table import Table
 
 import tailopt
-from tailopt.figures.style import band, look, pyplot
+from tailopt.figures.labels import dash_legend, name_line_ends, plain_ticks
+from tailopt.figures.style import band, band_text, look, pyplot
 from tailopt.tasks.synthetic import Synthetic
 
 SEEDS, NODES, LOCAL_STEPS, BATCH = (0, 1), 10, 5, 32
@@ -81,10 +82,11 @@ def draw(curves: dict[str, list[list[float]]], start: float, rounds: int, path: 
     for name, runs in curves.items():
         band(axis, range(rounds + 1), [[start, *run] for run in runs], **look(name))
     axis.set(yscale="log", xlabel="round", ylabel="distance to the true weights", xlim=(0, rounds))
-    axis.set_yticks([1, 2, 3, 5, 10], labels=["1", "2", "3", "5", "10"])
+    plain_ticks(axis.yaxis)
     axis.grid(alpha=0.25, which="both", linewidth=0.5)
-    axis.legend(frameon=False, ncols=2, fontsize=9)
-    axis.set_title(f"SynToken, 10 nodes, Student-t noise (df 1.5): median of {len(SEEDS)} seeds", fontsize=11)
+    name_line_ends([axis], size=9)
+    dash_legend(figure, [axis])
+    figure.suptitle(f"SynToken, 10 nodes, Student-t noise (df 1.5): {band_text(len(SEEDS))}", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 

@@ -55,6 +55,11 @@ class Progress:
         left = f", about {duration(seconds)} left" if seconds else ""
         self._show(done, total, text, line=f"{done}/{total}  {text}{left}", last=done == total)
 
+    @property
+    def shown(self) -> bool:
+        """Whether anything is shown."""
+        return self._shown
+
     def say(self, text: str) -> None:
         """Print a line of its own, such as what will be done."""
         if self._shown:

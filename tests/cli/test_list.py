@@ -88,7 +88,7 @@ def test_a_run_of_two_classes_of_torch_is_listed_and_compared(
         (lambda run: (run / "config.toml").write_text("rounds = ["), "it is no longer TOML"),
         (
             lambda run: (run / "config.toml").write_text("rounds = 2\n"),
-            "algorithm is not there",
+            "task.name is not there",
         ),
         (lambda run: (run / "history.jsonl").write_text("no JSON\n{}\n"), "history.jsonl"),
     ],

@@ -105,8 +105,8 @@ def test_a_changed_configuration_is_refused_until_it_is_accepted(capsys: pytest.
         found = capsys.readouterr()
         said = found.out + found.err
         assert (
-            "a/config.toml is not what the run was written with, as run.json has it: settings.ilr is 0.03, and was 0.01"
-            in said
+            "a/config.toml is not what the run was written with, as run.json has it: algorithm.ilr is 0.03, and was "
+            "0.01" in said
         )
         assert words[0] == "list" or "tailopt resume a --accept-config" in said  # which has a line for each run
     config.write_text(before.replace("ilr = 0.01", "ilr = -3"))
@@ -114,7 +114,7 @@ def test_a_changed_configuration_is_refused_until_it_is_accepted(capsys: pytest.
     assert not Path("a/config-changes.jsonl").exists()
     config.write_text(before.replace("ilr = 0.01", "ilr = 0.03"))
     assert main(["resume", "a", "--rounds", "4", "--quiet", "--accept-config"]) == 0
-    assert "accepted: settings.ilr is 0.03, and was 0.01" in capsys.readouterr().err
+    assert "accepted: algorithm.ilr is 0.03, and was 0.01" in capsys.readouterr().err
     assert main(["resume", "a", "--rounds", "5", "--quiet"]) == 0
     assert main(["list", "runs", "."]) == main(["compare", "a"]) == 0
     assert Path("a/history.jsonl").read_bytes().count(b"\n") == 5

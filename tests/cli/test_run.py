@@ -68,7 +68,7 @@ def test_thresholds_are_chosen_and_the_choice_is_stored() -> None:
     assert main(["run", *SMALL, *auto, *words, "--out", "a"]) == 0
     config = Run.open("a").config
     expected = {"ilr": 0.05, "i_u": "auto", "i_d": "auto", "olr": 0.1, "o_u": "auto", "o_d": 0, "scale": "follow"}
-    assert config["settings"] == expected
+    assert {key: config["algorithm"].get(key) for key in expected} == expected
     assert main(["run", "a/config.toml", "--out", "b", "--quiet"]) == 0
     assert Path("a/history.jsonl").read_bytes() == Path("b/history.jsonl").read_bytes()
     last = Run.open("b").history()[-1]["thresholds"]
@@ -79,7 +79,10 @@ def test_the_folder_holds_the_resolved_configuration_and_can_be_run_again() -> N
     assert main(["run", *SMALL, *BICLIP, "--schedules.i_u", "[{power = 0.25}, {warmup = 2}]", "--out", "a"]) == 0
     config = Run.open("a").config
     assert config["task"]["samples"] == 1000
-    assert (config["algorithm"], config["settings"]["i_d"], config["batch_size"]) == ("avg-biclip", 0.01, 32)
+    assert list(config) == ["task", "algorithm", "run", "schedules"]  # as in a file of one's own
+    assert (config["algorithm"]["name"], config["algorithm"]["i_d"], config["run"]["batch_size"]) == (
+        "avg-biclip", 0.01, 32,
+    )  # fmt: skip
     assert config["schedules"] == {"i_u": [{"power": 0.25}, {"warmup": 2}]}
     assert main(["run", "a/config.toml", "--out", "b", "--quiet"]) == 0
     for name in ("config.toml", "history.jsonl"):
@@ -178,7 +181,7 @@ def test_texts_has_as_many_nodes_as_there_are_files(
     words = ["--task", "texts", "--preset", "small", "--data", "texts", "--tokenizer", "", "--rounds", "1"]
     assert main(["run", *words, "--algorithm", "avg-sgd", "--ilr", "0.1", "--quiet", "--out", "a"]) == 0
     run = Run.open("a")
-    assert run.config["nodes"] == 3 and run.history()[-1]["participants"] == [0, 1, 2]
+    assert run.config["run"]["nodes"] == 3 and run.history()[-1]["participants"] == [0, 1, 2]
     assert main(["resume", "a", "--rounds", "2", "--quiet"]) == 0
     assert main(["run", "a/config.toml", "--rounds", "2", "--quiet", "--out", "b"]) == 0
     assert Run.open("a").history() == Run.open("b").history()

@@ -458,7 +458,7 @@ def test_a_run_is_not_begun_over_another(tmp_path: Path) -> None:
         (
             "algorithm",
             tailopt.algorithm("avg-biclip", ilr=0.2, i_u=1.0, i_d=0.01),
-            r"another settings: it is .*'ilr': 0.1.* and .*'ilr': 0.2.* here",
+            r"another ilr: it is 0.1 in .*, and 0.2 here",
         ),
     ],
 )

@@ -70,7 +70,7 @@ def test_every_trial_of_a_sweep_is_a_run(tmp_path: Path) -> None:
         kind = "point" if trial.split == "tuning" else "report"
         numbers, texts = read(folder / f"{kind}-{trial.number}-seed-{trial.seed}")
         assert numbers["loss"] == {rung.round: rung.loss for rung in trial.rungs}
-        assert f"settings.ilr = {trial.settings['ilr']}" in texts["settings"][0]
+        assert f"algorithm.ilr = {trial.settings['ilr']}" in texts["settings"][0]
 
 
 def test_only_node_0_writes(tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ def test_a_simulation(tmp_path: Path) -> None:
     start, *rest = notes.seen
     assert rest == [1, 2, "end"] and [row["round"] for row in rows] == [1, 2]
     assert (start.name, start.round, start.folder, start.node) == ("run", 0, tmp_path / "run", 0)
-    assert start.config["settings"] == {"ilr": 0.1, "i_d": 0.1, "i_u": 0.5} and start.config["mine"] == 1
+    assert [start.config["algorithm"][key] for key in ("ilr", "i_d", "i_u")] == [0.1, 0.1, 0.5]
+    assert start.config["run"]["mine"] == 1
     again = Notes()
     small_runs.simulate(loggers=[again], rounds=3, run=tmp_path / "run", describe={"mine": 1}, resume=True)
     assert again.seen[0].round == 2 and again.seen[1:] == [3, "end"]
@@ -91,7 +92,7 @@ def test_a_sweep_tells_every_trial() -> None:
     named = [f"point-{point}-seed-{seed}" for point in (0, 1) for seed in (0, 1)]
     assert sorted(start.trial for start in starts) == sorted([*named, f"report-{best}-seed-2"])
     assert {start.name for start in starts} == {"avg-sgd"}
-    assert all(start.config["settings"]["ilr"] in (0.01, 0.1) for start in starts)
+    assert all(start.config["algorithm"]["ilr"] in (0.01, 0.1) for start in starts)
     assert notes.seen.count("end") == len(starts) == 5
     assert {(row["point"], row["seed"]) for row in rows if row["split"] == "tuning"} == {
         (point, seed) for point in (0, 1) for seed in (0, 1)

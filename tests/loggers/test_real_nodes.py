@@ -29,7 +29,7 @@ class File:
             file.write(text + "\n")
 
     def begin(self, run: RunStart) -> None:
-        self._note(json.dumps([run.name, run.round, run.node, run.config["algorithm"]]))
+        self._note(json.dumps([run.name, run.round, run.node, run.config["algorithm"]["name"]]))
 
     def __call__(self, row: dict[str, Any]) -> None:
         self._note(json.dumps([row["round"], row["loss"]]))

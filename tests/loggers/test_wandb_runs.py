@@ -81,7 +81,7 @@ def test_the_offline_file_holds_every_number_of_the_history(tmp_path: Path) -> N
         {row["round"]: {**row_numbers(row), **row_texts(row)} for row in history}
     )
     assert (run.display_name, run.project) == ("first", "tailopt")
-    assert config(run)["settings"]["i_u"] == 0.5
+    assert config(run)["algorithm"]["i_u"] == 0.5
 
 
 def test_after_a_resume_the_further_rounds_are_a_run_of_their_own(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_every_trial_of_a_sweep_is_a_run_of_one_group(tmp_path: Path) -> None:
     for trial in result.trials:
         run, logged = found[f"point-{trial.number}-seed-0"]
         assert {step: row["loss"] for step, row in logged.items()} == {rung.round: rung.loss for rung in trial.rungs}
-        assert config(run)["settings"] == trial.settings
+        assert config(run)["algorithm"] == {"name": "avg-sgd", **trial.settings}
         assert (run.project, list(run.tags)) == ("my-project", ["tuning"])
 
 

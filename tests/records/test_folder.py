@@ -12,7 +12,11 @@ import pytest
 from tailopt.records import disk
 from tailopt.records.folder import Run, is_run
 
-CONFIG = {"algorithm": "bi2clip", "ilr": 0.5, "rounds": 60, "schedules": {"i_u": [1e-4, 0.25]}, "clip": math.inf}
+CONFIG = {
+    "algorithm": {"name": "bi2clip", "ilr": 0.5, "clip": math.inf},
+    "run": {"rounds": 60},
+    "schedules": {"i_u": [1e-4, 0.25]},
+}
 
 
 @pytest.fixture

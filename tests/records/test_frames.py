@@ -50,7 +50,7 @@ def test_every_round_node_and_tensor_has_a_row(tmp_path: Path) -> None:
         for name, counts in row["statistics"].items():
             assert run.tensors.loc[(row["round"], name)].to_dict() == counts
     assert run.times.index.tolist() == [1, 2, 3] and (run.times["round_seconds"] > 0).all()
-    assert run.settings["settings.i_u"] == 0.5 and run.settings.name == tmp_path.name
+    assert run.settings["algorithm.i_u"] == 0.5 and run.settings.name == tmp_path.name
     assert run.environment["torch"] == str(torch.__version__)
 
 
@@ -93,7 +93,7 @@ def test_settings_of_several_runs_make_one_table(tmp_path: Path) -> None:
         simulated(tmp_path / name, settings={"ilr": rate, "i_u": 0.5, "i_d": 0.1})
     table = pandas.concat([records.load(tmp_path / name).settings for name in "ab"], axis=1)
     differing = table[table["a"] != table["b"]]
-    assert differing.to_dict("index") == {"settings.ilr": {"a": 0.1, "b": 0.2}}
+    assert differing.to_dict("index") == {"algorithm.ilr": {"a": 0.1, "b": 0.2}}
 
 
 # Bad input: one sentence each, which names the file

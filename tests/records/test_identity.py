@@ -36,7 +36,7 @@ def state(result: tailopt.Result) -> str:
 def test_one_changed_setting_is_refused_by_every_reader(run: Path) -> None:
     edit(run / "config.toml", "ilr = 0.5", "ilr = 0.7")
     for reader in (lambda: simulated(run, resume=True), lambda: Run.open(run)):
-        with pytest.raises(DamagedRecord, match=r"config\.toml is not .*settings\.ilr is 0\.7, and was 0\.5.*copy"):
+        with pytest.raises(DamagedRecord, match=r"config\.toml is not .*algorithm\.ilr is 0\.7, and was 0\.5.*copy"):
             reader()
 
 
@@ -107,15 +107,15 @@ def test_accepted_changes_are_chained_and_older_checkpoints_accepted_through_the
     assert accept_config(run) is None
     first = (run / "config.toml").read_bytes()
     edit(run / "config.toml", "ilr = 0.5", "ilr = 0.7")
-    assert accept_config(run) == [["settings.ilr", 0.5, 0.7]]
+    assert accept_config(run) == [["algorithm.ilr", 0.5, 0.7]]
     edit(run / "config.toml", "guard = true", "guard = false")
-    assert accept_config(run) == [["guard", True, False]]
+    assert accept_config(run) == [["run.guard", True, False]]
     found = Run.open(run)
-    assert found.config["settings"]["ilr"] == 0.7
+    assert found.config["algorithm"]["ilr"] == 0.7
     rows = history.read(run / "config-changes.jsonl")
     assert [row["round"] for row in rows] == [3, 3] and rows[0]["old"] == config_digest(first)
     assert rows[0]["new"] == rows[1]["old"] and rows[1]["new"] == config_digest((run / "config.toml").read_bytes())
-    assert "accepted after round 3 that in config.toml settings.ilr is 0.7" in (run / "log.txt").read_text()
+    assert "accepted after round 3 that in config.toml algorithm.ilr is 0.7" in (run / "log.txt").read_text()
     for path in checkpoints.list_checkpoints(run):
         found.check_checkpoint(checkpoints.load(path), path)
 

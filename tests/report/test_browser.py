@@ -165,7 +165,7 @@ def test_hostile_names_stay_text(tab: browser.Tab, tmp_path: Path) -> None:
     run = small_reports.recorded(
         folder, 3, algorithm=hostile, task={"name": hostile}, more={hostile: hostile, "__proto__": "x"}
     )
-    assert run.config["algorithm"] == hostile
+    assert run.config["algorithm"]["name"] == hostile
     row = {"round": 4, "loss": 1.0, "participants": [0], "steps": [1], "weights": [0.0], "metrics": {hostile: 1.0}}
     left_out = {"node": 0, "tensor": hostile, "value": 1.0, "bound": None, "reason": hostile}
     counts = {"elements": 4, "zero": 0, "below": 1, "above": 1, "nonfinite": 0, "squares": 1.0, "largest": 1.0}

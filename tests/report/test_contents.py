@@ -34,7 +34,7 @@ def test_sweeps_and_studies_are_found_at_any_depth(tmp_path: Path) -> None:
 
 def test_runs_that_differ_in_their_seed_alone_are_one_group() -> None:
     runs = [
-        {"algorithm": "avg-sgd", "settings": {"settings.ilr": "0.1", "seed": str(seed), "rounds": rounds}}
+        {"algorithm": "avg-sgd", "settings": {"algorithm.ilr": "0.1", "run.seed": str(seed), "run.rounds": rounds}}
         for seed, rounds in ((0, "5"), (1, "9"))
     ]
     assert grouped(runs) == [{"name": "avg-sgd", "runs": [0, 1]}]

@@ -173,8 +173,8 @@ def test_the_split_is_recorded_and_read_again(tmp_path: Any) -> None:
 
     whole = simulated(rounds=4).history
     simulated(rounds=2, run=tmp_path)
-    assert Run.open(tmp_path).config["settings"]["adamw_on"] == list(ADAMW_ON)
-    with pytest.raises(ValueError, match="another settings"):
+    assert Run.open(tmp_path).config["algorithm"]["adamw_on"] == list(ADAMW_ON)
+    with pytest.raises(ValueError, match="another adamw_on"):
         simulated(rounds=4, run=tmp_path, resume=True, settings={"adamw_on": ["*emb*"]})
     resumed = simulated(rounds=4, run=tmp_path, resume=True, settings={"adamw_on": list(ADAMW_ON)}).history
     assert [row["loss"] for row in resumed] == [row["loss"] for row in whole]

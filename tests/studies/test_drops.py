@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tailopt.seeds import generator
-from tailopt.studies import drops
-from tailopt.studies.drops import CASES, PRESETS, QUICK, ByteCorpus, DropsCell
+from tailopt.studies import byte_corpus, drops
+from tailopt.studies.byte_corpus import ByteCorpus
+from tailopt.studies.drops import CASES, PRESETS, QUICK, DropsCell
 from tailopt.studies.runner import read_record
 from tailopt.studies.study import StudyOptions
 from tests.studies.unjudged import assert_unjudged
@@ -36,7 +37,7 @@ def test_nodes_and_held_out_text_are_apart():
     corpus = ByteCorpus.of(text, 4, 8, CPU)
     parts = [bytes(part.tolist()) for part in (*corpus.nodes, corpus.held_out)]
     assert sum(map(len, parts)) == len(text)
-    stripe = len(text) // (drops.HELD_OUT * 4)
+    stripe = len(text) // (byte_corpus.HELD_OUT * 4)
     assert parts[-1][:stripe] == text[19 * stripe : 20 * stripe]
     assert parts[1][:stripe] == text[stripe : 2 * stripe]
     assert corpus.nodes[0].numel() == pytest.approx(corpus.nodes[3].numel(), abs=stripe)
@@ -55,15 +56,15 @@ def test_text_files_plain_and_packed(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"two")
     (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"one"))
     (tmp_path / "c.md").write_bytes(b"not this")
-    assert drops.text(tmp_path) == b"one\ntwo"
-    assert drops.text(tmp_path / "b.txt") == b"two"
+    assert byte_corpus.text(tmp_path) == b"one\ntwo"
+    assert byte_corpus.text(tmp_path / "b.txt") == b"two"
     with pytest.raises(FileNotFoundError, match=r"has no \*.txt or \*.txt.xz file"):
-        drops.text(tmp_path / "nowhere")
-    assert len(drops.text()) > 1_000_000
+        byte_corpus.text(tmp_path / "nowhere")
+    assert len(byte_corpus.text()) > 1_000_000
 
 
 def test_windows_hold_the_next_byte_too():
-    rows = drops.windows(torch.arange(200, dtype=torch.uint8), 50, 8, generator(0, "test"))
+    rows = byte_corpus.windows(torch.arange(200, dtype=torch.uint8), 50, 8, generator(0, "test"))
     assert rows.shape == (50, 9) and rows.dtype == torch.int64
     assert bool((rows.diff(dim=1) == 1).all()) and int(rows.max()) <= 199
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -169,3 +170,37 @@ def test_results_are_written_with_their_page(tmp_path: Path) -> None:
 
 def test_a_digest_depends_on_every_value() -> None:
     assert digest({"a": 1, "b": [2.0]}) == digest({"b": (2.0,), "a": 1}) != digest({"a": 1, "b": [2.5]})
+
+
+def test_the_cost_is_said_before_the_first_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+    tried: list[Cell] = []
+    said_before = []
+
+    def short_part(cell: Cell) -> float:
+        tried.append(cell)
+        time.sleep(0.2)
+        return 0.0005  # so a cell takes 400 s, and the four of them 27 minutes
+
+    def measure(cell: Cell, tick: Tick) -> float:
+        said_before.append(capsys.readouterr().err)
+        return 0.0
+
+    grid = Grid(cells=CELLS, key=asdict, measure=measure, short_part=short_part, kind=lambda cell: cell.name)
+    run_grid(grid, None, Progress(True))
+    assert tried == [CELLS[0], CELLS[0], CELLS[2]]  # once to warm up, then one of each kind
+    minutes = re.match(r"4 measurements to make, about (\d+) min\n", said_before[0])
+    assert minutes is not None and 26 <= int(minutes[1]) < 60
+    tried.clear()
+    run_grid(grid, None, SILENT)
+    assert not tried
+
+
+def test_without_a_short_part_the_first_measurement_tells(capsys: pytest.CaptureFixture[str]) -> None:
+    def measure(cell: Cell, tick: Tick) -> float:
+        time.sleep(0.5)
+        return 0.0
+
+    run_grid(Grid(cells=CELLS, key=asdict, measure=measure), None, Progress(True))
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "4 measurements to make, the first one tells for how long"
+    assert any(re.fullmatch(r"the first took .* s: about .* s more", line) for line in said)

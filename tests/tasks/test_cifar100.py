@@ -198,6 +198,13 @@ def test_the_nodes_share_all_images_and_never_those_held_out(binary: Path) -> No
     assert sorted(out) == sorted(numbers(held._evaluated_images()[0]))
 
 
+def test_the_baseline_is_the_share_of_the_most_frequent_class(binary: Path) -> None:
+    made = tiny(binary)
+    frequent = int(load(str(binary)).train_labels[made._train_and_held_out()[0]].bincount().argmax())
+    labels = made._evaluated_images()[1]
+    assert made.baseline.metrics == {"accuracy": pytest.approx(100 * labels.tolist().count(frequent) / len(labels))}
+
+
 def test_a_limit_takes_the_same_images_for_every_seed(binary: Path) -> None:
     sets = [set(numbers(tiny(binary, limit=10).nodes(seed, 1)[0].tensors[0])) for seed in (0, 1)]
     assert sets[0] == sets[1] and len(sets[0]) == 10

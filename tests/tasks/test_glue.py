@@ -130,6 +130,16 @@ def test_every_task_runs_from_files_to_metrics(which: str, tmp_path: Path, encod
     assert not result.model.training or start.training
 
 
+def test_the_baseline_is_the_majority_of_the_training_rows(tmp_path: Path, encoder: str) -> None:
+    # 13 of 25 training rows are of class 0, and so are 7 of the 13 dev rows
+    made = Glue("mrpc", encoder, str(write(tmp_path / "mrpc", "mrpc", train=25, dev=13)), length=16)
+    assert made.baseline is not None and made.baseline.name == "majority class"
+    assert made.baseline.metrics == pytest.approx({"accuracy": 100 * 7 / 13, "f1": 0.0})
+    cola = Glue("cola", encoder, str(write(tmp_path / "cola", "cola")), length=16).baseline
+    assert cola is not None and cola.metrics == {"matthews": 0.0}
+    assert Glue("stsb", encoder, str(write(tmp_path / "stsb", "stsb")), length=16).baseline is None
+
+
 def test_the_table_has_all_nine_in_both_presets() -> None:
     for which in FORMATS:
         paper, small = task(f"glue/{which}"), task(f"glue/{which}", preset="small", length=48)
@@ -489,6 +499,8 @@ def test_parts_of_the_files_will_do(which: str, train: int, validation: int, sai
 def test_the_majority_of_mrpc() -> None:
     labels = load_rows("mrpc", given_data()).splits["validation"].labels
     assert sum(labels) == 279  # of 408: 68.4 %
+    found = Glue("mrpc", given_encoder(), given_data()).baseline
+    assert found is not None and found.metrics == pytest.approx({"accuracy": 68.38, "f1": 81.22}, abs=0.01)
 
 
 # --- training learns: an encoder of 30M parameters, 10 nodes, minutes each

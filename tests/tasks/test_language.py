@@ -56,6 +56,11 @@ def test_a_node_is_a_file_and_its_end_tests(folder: Path):
     assert len(found.nodes(seed=0, n=0)) == 2 and len(second) > 0
 
 
+def test_the_baseline_is_a_unigram_model(folder: Path):
+    found = Language("texts", data=str(folder), **TINY)
+    assert found.baseline.metrics == {"perplexity": found.unigram, "loss": pytest.approx(math.log(found.unigram))}
+
+
 def test_held_out_blocks_are_the_last_of_train_and_the_nodes_do_not_get_them(folder: Path):
     plain = Language("texts", data=str(folder), **TINY)
     tuning = Language("texts", data=str(folder), judge="held-out", hold_out=0.25, **TINY)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
+import statistics
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,6 +101,14 @@ def test_held_out_pairs_are_not_trained_on(tiny: Translation) -> None:
     whole = replace(tiny, limit=50)._pairs("train")
     assert {*whole[0]} == {*kept[0], *held[0]}
     assert sum(len(part) for part in tuning.nodes(seed=0, n=3)) == 40
+
+
+def test_the_baseline_is_a_unigram_model_of_the_targets(tiny: Translation) -> None:
+    trained = [token for _, target in tiny.nodes(0, 1)[0] for token in target.tolist() if token]  # 0 pads
+    targets = tiny._tokenised("validation")[1]
+    counts, vocabulary = Counter(trained), len(tiny._tokenizer())
+    losses = [-math.log((counts[t] + 1) / (len(trained) + vocabulary)) for t in targets.flatten().tolist() if t]
+    assert tiny.baseline.metrics == {"loss": pytest.approx(statistics.fmean(losses))}
 
 
 def test_what_the_nodes_get_depends_on_the_seed_alone(tiny: Translation) -> None:

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 from tailopt.algorithms import NAMED
 from tailopt.cli.compare_tables import Ended, by_run, check_table_file, over_seeds, write
-from tailopt.cli.config_file import CODE, sections_of_run_folder
+from tailopt.cli.config_file import CODE
 from tailopt.cli.overrides import Overrides
 from tailopt.cli.tables import format_cell, print_table
+from tailopt.figures.labels import name_line_ends, plain_ticks
 from tailopt.figures.style import colours, look, pyplot
 from tailopt.records.folder import ENVIRONMENT, Run, is_run
 from tailopt.records.identity import RUN
@@ -187,7 +188,9 @@ def lower_is_better(run: Run, metric: str) -> bool:
 
 def read_curve(run: Run, metric: str) -> RunCurve:
     """Read a run's metric by round; rounds without the metric are left out."""
-    if not isinstance(run.config.get("algorithm"), str):
+    method = run.config.get("algorithm")
+    algorithm = method.get("name") if isinstance(method, Mapping) else None
+    if method is None or not isinstance(algorithm, str):
         raise ValueError(f"{CONFIG} names no algorithm.")
     points = []
     known = {"loss"}
@@ -200,19 +203,19 @@ def read_curve(run: Run, metric: str) -> RunCurve:
         raise ValueError(
             f"Invalid metric: {run.path} has no {metric!r}. It has {', '.join(sorted(known))}: --metric loss."
         )
-    tables = sections_of_run_folder(run.config)
-    settings = {**tables["task"], **tables["run"], **tables["algorithm"]}
-    settings |= {f"schedules.{key}": entry for key, entry in tables["schedules"].items()}
-    for name in ("name", CODE):
+    task_of_run = run.config.get("task", {})
+    settings = {**task_of_run, **run.config.get("run", {}), **method}
+    settings |= {f"schedules.{key}": entry for key, entry in run.config.get("schedules", {}).items()}
+    for name in ("name", "numbers", CODE):
         settings.pop(name, None)
     settings.pop("rounds", None)  # the first table has the number of finished rounds
     return RunCurve(
         str(run.path),
-        tables["task"].get("name", "-"),
-        tables["algorithm"]["name"],
+        task_of_run.get("name", "-"),
+        algorithm,
         [t for t, _ in points],
         [value for _, value in points],
-        {"task": tables["task"].get("name"), "algorithm": tables["algorithm"]["name"], **settings},
+        {"task": task_of_run.get("name"), "algorithm": algorithm, **settings},
     )
 
 
@@ -232,9 +235,10 @@ def draw(file: Path, curves: Sequence[RunCurve], metric: str) -> None:
     axis.set(xlabel="round", ylabel=metric)
     if finite and min(finite) > 0:
         axis.set_yscale("log")
+        plain_ticks(axis.yaxis)
     axis.grid(alpha=0.25, which="both", linewidth=0.5)
-    axis.legend(frameon=False, fontsize="small")
-    axis.set_title(", ".join(sorted({curve.task for curve in curves})), fontsize=11)
+    name_line_ends([axis])
+    figure.suptitle(", ".join(sorted({curve.task for curve in curves})), fontsize=11)
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         figure.savefig(file, dpi=130)

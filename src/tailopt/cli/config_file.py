@@ -1,4 +1,4 @@
-"""Reading a configuration: a TOML file in sections, or the flat config.toml of a run folder, as checked tables."""
+"""Reading a configuration: a TOML file in sections, such as the config.toml of a run folder, as checked tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tailopt.arguments import did_you_mean
 from tailopt.cli.setting_names import SECTIONS, check_section_key
 from tailopt.cli.setting_values import parse_toml
 from tailopt.records.identity import RUN
-from tailopt.records.run_config import CONFIG
+from tailopt.records.run_config import CONFIG, in_sections
 from tailopt.tasks.own import located
 from tailopt.tasks.table import is_own
 
@@ -41,7 +41,7 @@ def read_besides(path: str | Path, other: str | None = None) -> tuple[Tables, An
 
 
 def sections(document: Mapping[str, Any], of_a_run: bool = False) -> Tables:
-    """The content of a file as checked tables, one per section. The flat layout of a run folder is accepted too.
+    """The content of a file as checked tables, one per section. Run folders by older versions have a flat layout.
 
     of_a_run: whether the file is in a run folder, whose code the user must have named: own_task.py.
 
@@ -50,8 +50,11 @@ def sections(document: Mapping[str, Any], of_a_run: bool = False) -> Tables:
         {'task': {'name': 'syntoken'}, 'algorithm': {'name': 'avg-sgd', 'ilr': 0.1}, 'run': {'rounds': 5},
          'schedules': {}}
     """
-    tables = sections_of_run_folder(document) if isinstance(document.get("algorithm"), str) else dict(document)
+    tables = in_sections(document)
     method = tables.get("algorithm")
+    if isinstance(method, Mapping):
+        # "numbers" is of two torch.optim classes: their settings again, under torch's names
+        tables["algorithm"] = method = {key: value for key, value in method.items() if key != "numbers"}
     algorithm = method.get("name") if isinstance(method, Mapping) else None
     if isinstance(tables.get("task"), Mapping) and is_own(str(tables["task"].get("name", ""))):
         # Its settings are checked when it is known whether its file may be run: see own_task.py.
@@ -70,14 +73,3 @@ def sections(document: Mapping[str, Any], of_a_run: bool = False) -> Tables:
         for key in () if unchecked else table:
             check_section_key(section, key, algorithm)
     return {section: dict(tables.get(section, {})) for section in SECTIONS}
-
-
-def sections_of_run_folder(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The flat layout of a run folder, in sections. Unchecked: a run from Python may have recorded anything."""
-    rest = dict(config)
-    rest.pop("numbers", None)  # written for two torch.optim classes: their settings again, under torch's names
-    tables: dict[str, Any] = {"task": rest.pop("task", {})}
-    tables["algorithm"] = {"name": rest.pop("algorithm"), **rest.pop("settings", {})}
-    tables["algorithm"] |= {key: rest.pop(key) for key in ("inner_state", "send_preconditioner") if key in rest}
-    tables["schedules"] = rest.pop("schedules", {})
-    return {**tables, "run": rest}

@@ -155,7 +155,7 @@ def _run_row(path: Path) -> list[Any]:
     metric = primary_metric(run)[0]
     curve = read_curve(run, metric)
     final = curve.values[-1] if curve.values else None
-    return [curve.name, curve.task, curve.algorithm, len(run.history()), run.config.get("rounds"), metric, final]
+    return [curve.name, curve.task, curve.algorithm, len(run.history()), run.config["run"].get("rounds"), metric, final]
 
 
 def task_settings_of(name: str) -> None:

@@ -79,15 +79,17 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
 def _accept_code(run: Run, named: str) -> None:
     """Record that the run goes on with the code of a task as it is now; all else about the task must be as it was."""
     before = run.config["task"]
+    file = run.path / CONFIG
     if CODE not in before:
         raise ValueError(
             f"Invalid task: {run.path} is a run of {before.get('name')!r}; --task serves only to go on with a task of "
             "your own whose file has changed or moved. Leave it out."
         )
     configuration = resolve(apply_overrides(sections(run.config, of_a_run=True), _naming(named)))
-    edited = {**run.config, "task": {**before, **{key: configuration.task[key] for key in ("name", CODE)}}}
-    if edited != run.config:
-        disk.replace(run.path / CONFIG, to_toml(edited).encode())
+    as_it_is = parse_config(file, file.read_text(encoding="utf-8"))  # in the layout of the version that wrote it
+    edited = {**as_it_is, "task": {**before, **{key: configuration.task[key] for key in ("name", CODE)}}}
+    if edited != as_it_is:
+        disk.replace(file, to_toml(edited).encode())
         _accept(run.path)
 
 

@@ -140,7 +140,7 @@ def _stop_message(folder: Path, rounds: int | None) -> str:
     if not is_run(folder):
         return "Stopped before the first round; nothing was written."
     run = Run.open(folder)
-    more_rounds = "" if run.config["rounds"] == rounds else f" --rounds {rounds}"
+    more_rounds = "" if run.config["run"]["rounds"] == rounds else f" --rounds {rounds}"
     done = len(run.history())
     return (
         f"Stopped after round {done} of {rounds}. Continue with: tailopt resume {shlex.quote(str(folder))}{more_rounds}"

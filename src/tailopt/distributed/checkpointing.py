@@ -96,7 +96,7 @@ class CheckpointCoordinator:
 
     def open(self, config: Mapping[str, Any], resume: bool) -> None:
         """Open a new run folder, or with `resume` the existing one, if it is of the same run."""
-        self._rounds = config.get("rounds")
+        self._rounds = config["run"].get("rounds")
 
         def first() -> None:
             if self.ranks.number == 0:

@@ -26,7 +26,7 @@ from tailopt.distributed.resume_checks import FirstInputs, Rates, rates
 from tailopt.distributed.rng_state import restore_rng_states, rng_states
 from tailopt.distributed.shared_state import restore
 from tailopt.loggers.protocol import RunStart, begin, end, run_name
-from tailopt.records.run_config import as_stored, storable
+from tailopt.records.run_config import as_stored, in_sections, storable
 from tailopt.rounds.clipping_counts import check_statistics
 from tailopt.rounds.round import DivergedState
 
@@ -116,7 +116,7 @@ class NodeRecords:
 
     def open(self, config: Mapping[str, Any]) -> None:
         """Open the run folder on all nodes, where there is one."""
-        self._config = {**config, **self.options.describe}
+        self._config = in_sections({**config, **self.options.describe})
         if self._coordinator is not None:
             self._coordinator.open(self._config, self.options.resume)
 
@@ -145,7 +145,8 @@ class NodeRecords:
     def begin_loggers(self) -> None:
         """Tell loggers that the run begins, or goes on after a resume; the end of the process ends them too."""
         node, folder = self._node, None if self.options.folder is None else Path(self.options.folder)
-        name = run_name(folder, str(self._config.get("algorithm", self._config.get("inner"))))
+        algorithm = self._config["algorithm"]
+        name = run_name(folder, str(algorithm.get("name", algorithm.get("inner"))))
         rank = AllRanks(node.exchange.transport, node.exchange.rank_transport).number
         config = as_stored(storable(self._config))
         run = RunStart(name=name, config=config, round=node.round, folder=folder, node=rank)

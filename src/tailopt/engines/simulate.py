@@ -24,7 +24,7 @@ from tailopt.engines.sequential import PRECISIONS, LocalTraining, Sequential
 from tailopt.engines.vectorized import Vectorized
 from tailopt.evaluation import modes_of, restore_modes
 from tailopt.records.folder import open_run
-from tailopt.records.run_config import as_stored, storable
+from tailopt.records.run_config import as_stored, in_sections, storable
 from tailopt.rounds import robust
 from tailopt.rounds.drops import DropChooser
 from tailopt.rounds.hyperparameters import AlgorithmHyperparameters, RuleHyperparameters
@@ -318,7 +318,7 @@ class Simulation:
             **({"engine": self.engine} if self.engine == "vectorized" else {}),
             "seed": seed,
         }
-        return {**{key: storable(value) for key, value in config.items()}, **records.describe}
+        return in_sections({**{key: storable(value) for key, value in config.items()}, **records.describe})
 
 
 def algorithm_config(algorithm: Algorithm) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tailopt.diagnosis import Diagnosis
+from tailopt.figures.labels import named, plain_ticks
 from tailopt.figures.style import PALETTE, pyplot
 from tailopt.tails import TailIndex
 
@@ -19,9 +20,7 @@ def draw(found: Diagnosis, title: str, path: Path) -> None:
     """Draw a diagnosis into a file."""
     layers = list(found.layers.items())[:LAYERS]
     height = max(3.4, 0.19 * len(layers) + 1.4)
-    figure, axes = pyplot().subplots(
-        2, 2, figsize=(10.5, 3.4 + height), height_ratios=[3.4, height], layout="constrained"
-    )
+    figure, axes = pyplot().subplots(2, 2, figsize=(9, 3.4 + height), height_ratios=[3.4, height], layout="constrained")
     _survival(axes[0][0], found)
     _stability(axes[0][1], found)
     _indices(axes[1][0], [(name, noise.tails) for name, noise in layers], found)
@@ -41,8 +40,9 @@ def _survival(axis: Any, found: Diagnosis) -> None:
     gaussian = [(t, math.erfc(0.6745 * t / math.sqrt(2))) for t in (10 ** (i / 40 - 1) for i in range(81))]
     drawn = [(t, share) for t, share in gaussian if share >= floor]
     axis.loglog(*zip(*drawn, strict=True), color="black", linestyle="--", linewidth=1.2, label="Gaussian noise")
-    axis.set(title="1. Tails of coordinates", xlabel="|z|, in median deviations", ylabel="share of z that is larger")
-    _finish(axis)
+    axis.set(xlabel="|z|, in median deviations", ylabel="share of z that is larger")
+    plain_ticks(axis.yaxis)
+    _finish(axis, "1. Tails of coordinates")
 
 
 def _stability(axis: Any, found: Diagnosis) -> None:
@@ -60,11 +60,11 @@ def _stability(axis: Any, found: Diagnosis) -> None:
     if tails.shares:
         _bar(axis, tails.share, tails, ENDS[found.finding], vertical=True)
     axis.axhline(2, color="black", linewidth=0.8)
-    axis.set(title="Stability of the index", xlabel="share that is taken for the tail", ylabel="Hill's estimate")
+    axis.set(xlabel="share that is taken for the tail", ylabel="Hill's estimate")
     axis.set_xscale("log")
     axis.set_ylim(0, HIGHEST * 1.4)  # above the lines is the legend
     axis.set_yticks(range(round(HIGHEST) + 1))
-    _finish(axis)
+    _finish(axis, "Stability of the index")
 
 
 def _indices(axis: Any, layers: list[tuple[str, TailIndex]], found: Diagnosis) -> None:
@@ -79,7 +79,7 @@ def _indices(axis: Any, layers: list[tuple[str, TailIndex]], found: Diagnosis) -
     axis.set_ylim(len(rows) - 0.5, -0.5)
     axis.set_xlim(0, HIGHEST * 1.05)
     more = len(found.layers) - len(layers)
-    axis.set(title=f"Indices{f' of the first {len(layers)} of {len(found.layers)} tensors' if more else ''}")
+    named(axis, f"Indices{f' of the first {len(layers)} of {len(found.layers)} tensors' if more else ''}")
     axis.set_xlabel(f"tail index with 90 % interval; {HIGHEST:g} stands for more")
     axis.grid(axis="x", alpha=0.25, linewidth=0.5)
 
@@ -92,11 +92,12 @@ def _scales(axis: Any, scales: list[tuple[float, float, float]], beside: Any) ->
             axis.plot([middle], [y], color="black", marker="|", markersize=7)
     axis.set_yticks(range(len(scales)), [""] * len(scales))
     axis.set_ylim(beside.get_ylim())
-    axis.set(title="3. Scales of coordinates", xlabel="median deviation: 10 %, 50 % and 90 % quantile")
+    axis.set_xlabel("median deviation: 10 %, 50 % and 90 % quantile")
+    named(axis, "3. Scales of coordinates")
     axis.set_xscale("log")
     low, high = axis.get_xlim()
     axis.set_xlim(min(low, high / 20), max(high, 20 * low))  # with less than a decade there would be no label
-    axis.xaxis.set_minor_formatter(pyplot().NullFormatter())
+    plain_ticks(axis.xaxis)
     axis.grid(axis="x", alpha=0.25, linewidth=0.5)
 
 
@@ -115,6 +116,8 @@ def _short(name: str) -> str:
     return name if len(name) <= 30 else f"…{name[-29:]}"
 
 
-def _finish(axis: Any) -> None:
+def _finish(axis: Any, name: str) -> None:
+    named(axis, name)
+    plain_ticks(axis.xaxis)
     axis.grid(alpha=0.25, linewidth=0.5)
-    axis.legend(loc="upper right", frameon=False, fontsize=8)
+    axis.legend(loc="upper right", frameon=False, fontsize=8, handlelength=4.0)

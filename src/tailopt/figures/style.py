@@ -117,11 +117,22 @@ def colours(n: int) -> list[str]:
 
 
 def band(axis: Any, x: Sequence[float], runs: Sequence[Sequence[float]], **line: Any) -> None:
-    """The median of several runs as a line, and from four runs on a band between their quartiles."""
+    """The median of several runs as a line, and their spread as a band: the quartiles from four runs on, else all."""
     columns = [sorted(column) for column in zip(*runs, strict=True)]
     n = len(runs)
     middle = [(column[(n - 1) // 2] + column[n // 2]) / 2 for column in columns]
-    axis.plot(x, middle, linewidth=1.7, **line)
-    if n >= 4:
-        low, high = ([column[i] for column in columns] for i in (n // 4, n - 1 - n // 4))
+    axis.plot(x, middle, **{"linewidth": 1.7, **line})
+    if n > 1:
+        inside = n // 4 if n >= 4 else 0
+        low, high = ([column[i] for column in columns] for i in (inside, n - 1 - inside))
         axis.fill_between(x, low, high, color=line.get("color"), alpha=0.15, linewidth=0)
+
+
+def band_text(seeds: int) -> str:
+    """What `band` shows, for a title.
+
+    Examples:
+        >>> band_text(10), band_text(3), band_text(1)
+        ('median and quartiles of 10 seeds', 'median and range of 3 seeds', 'one seed')
+    """
+    return f"median and {'quartiles' if seeds >= 4 else 'range'} of {seeds} seeds" if seeds > 1 else "one seed"

@@ -51,9 +51,11 @@ from tailopt.records.lock import LOCK, Lock
 from tailopt.records.run_config import (
     CONFIG,
     as_stored,
+    by_setting,
     config_digest,
     config_text,
     describe_difference,
+    in_sections,
     parse_config,
     to_toml,
 )
@@ -140,7 +142,7 @@ class Run:
             text = config_text(folder / CONFIG, data)
         else:
             text = check_config(folder, identity, data)
-        return cls(folder, parse_config(folder / CONFIG, text), config_digest(data), identity)
+        return cls(folder, in_sections(parse_config(folder / CONFIG, text)), config_digest(data), identity)
 
     @cached_property
     def environment(self) -> dict[str, Any]:
@@ -347,8 +349,9 @@ def _same_run(folder: Path, config: Mapping[str, Any], may_differ: Collection[st
     """Return the run in a folder; ValueError if its settings are not these."""
     run = Run.open(folder)
     changed = []
-    for key in sorted(config.keys() | run.config.keys()):
-        then, now = run.config.get(key), as_stored(config.get(key))
+    before, after = by_setting(run.config), by_setting(as_stored(config))
+    for key in sorted(before.keys() | after.keys()):
+        then, now = before.get(key), after.get(key)
         if then == now or (then is None and now in ({}, None)):
             continue
         if key not in may_differ:

@@ -39,7 +39,7 @@ class RunFrames:
             `above` (cut to u), `nonfinite`, `squares`, `largest`; with "histograms" also `octaves.-7` and the like, the
             coordinates from 2^-7 to 2^-6, and the last `u` and `d`. Empty where nothing was counted.
         times: by `round`, in seconds; `round_seconds` is the whole round. Rounds whose times were lost are missing.
-        settings: config.toml, by dotted names such as `settings.ilr`; its name is that of the folder.
+        settings: config.toml, by dotted names such as `algorithm.ilr`; its name is that of the folder.
         environment: versions, processor, devices.
     """
 
@@ -73,7 +73,7 @@ def load(run: str | os.PathLike[str]) -> RunFrames:
         ...                      batches=lambda *_: torch.ones(4, 2), nodes=3, rounds=2, local_steps=5, run=folder,
         ...                      progress=False)
         >>> run = tailopt.records.load(folder)
-        >>> run.history["participants"].to_dict(), run.nodes["steps"].sum(), run.settings["settings.ilr"]
+        >>> run.history["participants"].to_dict(), run.nodes["steps"].sum(), run.settings["algorithm.ilr"]
         ({1: 3, 2: 3}, np.int64(30), 0.1)
         >>> list(run.nodes.loc[2].index), float(run.nodes.loc[(2, 0), "weight"])
         ([0, 1, 2], 0.3333333333333333)

@@ -1,5 +1,7 @@
 """config.toml: how the settings of a run are stored, read, and compared.
 
+    in_sections   settings -> [task], [algorithm], [run], [schedules]: the layout of every configuration, also that of a
+                  file for `tailopt run`, `sweep` and `train`. Folders by older versions have a flat layout, read by it
     storable      any setting -> what TOML can hold: tensors as lists, functions by name
     to_toml       settings -> text; a setting that TOML cannot hold raises an error that names it
     parse_config  text -> settings
@@ -24,7 +26,34 @@ from tailopt.records.history import child_path, type_name
 from tailopt.records.tensor_bytes import digest
 
 CONFIG = "config.toml"
+OF_THE_ALGORITHM = ("inner_state", "send_preconditioner", "numbers")  # besides its name and its settings
 _ABSENT = object()
+
+
+def in_sections(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return flat settings in sections; what is in sections already, and what names no optimizer, is left as it is.
+
+    A user's own entries that are no section are in [run].
+
+    Examples:
+        >>> in_sections({"algorithm": "avg-sgd", "settings": {"ilr": 0.1}, "rounds": 5, "task": {"name": "syntoken"}})
+        {'task': {'name': 'syntoken'}, 'algorithm': {'name': 'avg-sgd', 'ilr': 0.1}, 'run': {'rounds': 5}}
+        >>> in_sections({"outer": "biclip", "settings": {"olr": 1.0}, "inner": "AdamW", "rounds": 5})
+        {'algorithm': {'outer': 'biclip', 'inner': 'AdamW', 'olr': 1.0}, 'run': {'rounds': 5}}
+    """
+    rest = dict(config)
+    if isinstance(rest.get("algorithm"), str):
+        algorithm = {"name": rest.pop("algorithm")}
+    elif {"outer", "inner"} <= rest.keys():
+        algorithm = {"outer": rest.pop("outer"), "inner": rest.pop("inner")}
+    else:
+        return rest
+    task = {"task": rest.pop("task")} if isinstance(rest.get("task"), Mapping) else {}
+    settings = rest.pop("settings", None)
+    algorithm |= settings if isinstance(settings, Mapping) else {}
+    algorithm |= {key: rest.pop(key) for key in OF_THE_ALGORITHM if key in rest}
+    schedules = {"schedules": rest.pop("schedules")} if isinstance(rest.get("schedules"), Mapping) else {}
+    return {**task, "algorithm": algorithm, "run": rest, **schedules}
 
 
 def storable(value: Any) -> Any:
@@ -138,6 +167,24 @@ def by_dotted_name(settings: Mapping[str, Any], prefix: str = "") -> dict[str, A
         else:
             flat[f"{prefix}{key}"] = value if isinstance(value, bool | int | float | str | list | dict) else str(value)
     return flat
+
+
+def by_setting(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of all sections by their own names, as `--name` of the command line has them.
+
+    Examples:
+        >>> by_setting({"algorithm": {"name": "avg-sgd", "ilr": 0.1}, "run": {"rounds": 5}, "task": {"name": "x"}})
+        {'algorithm': 'avg-sgd', 'ilr': 0.1, 'rounds': 5, 'task': {'name': 'x'}}
+    """
+    found: dict[str, Any] = {}
+    for section, table in config.items():
+        if section == "algorithm" and isinstance(table, Mapping):
+            found |= {"algorithm" if key == "name" else key: value for key, value in table.items()}
+        elif section == "run" and isinstance(table, Mapping):
+            found |= table
+        else:
+            found[section] = table
+    return found
 
 
 def describe_difference(differences: list[list[Any]]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tailopt.records.folder import Run
 from tailopt.records.run_config import by_dotted_name
-from tailopt.report.run_data import SEED, run_data
+from tailopt.report.run_data import ROUNDS, SEED, run_data
 from tailopt.report.study_data import is_study, study_data
 from tailopt.report.sweep_data import is_sweep, sweep_data
 
@@ -85,21 +85,21 @@ def grouped(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return groups of runs that differ in their seed alone, each with a short name that says what is its own.
 
     Examples:
-        >>> run = {"algorithm": "avg-sgd", "settings": {"settings.ilr": "0.1", "seed": "0"}}
-        >>> other = {"algorithm": "avg-sgd", "settings": {"settings.ilr": "0.5", "seed": "0"}}
-        >>> grouped([run, {**run, "settings": {**run["settings"], "seed": "1"}}, other])
+        >>> run = {"algorithm": "avg-sgd", "settings": {"algorithm.ilr": "0.1", "run.seed": "0"}}
+        >>> other = {"algorithm": "avg-sgd", "settings": {"algorithm.ilr": "0.5", "run.seed": "0"}}
+        >>> grouped([run, {**run, "settings": {**run["settings"], "run.seed": "1"}}, other])
         [{'name': 'avg-sgd, ilr 0.1', 'runs': [0, 1]}, {'name': 'avg-sgd, ilr 0.5', 'runs': [2]}]
     """
     by_settings: dict[Any, list[int]] = {}
     for i, run in enumerate(runs):
-        key = frozenset((name, value) for name, value in run["settings"].items() if name not in (SEED, "rounds"))
+        key = frozenset((name, value) for name, value in run["settings"].items() if name not in (SEED, ROUNDS))
         by_settings.setdefault(key, []).append(i)
     groups = [{"name": runs[members[0]]["algorithm"], "runs": members} for members in by_settings.values()]
     for group in groups:
         alike = [runs[g["runs"][0]] for g in groups if runs[g["runs"][0]]["algorithm"] == group["name"]]
         if len(alike) > 1:
             own = runs[group["runs"][0]]["settings"]
-            names = dict.fromkeys(name for run in alike for name in run["settings"] if name not in (SEED, "rounds"))
+            names = dict.fromkeys(name for run in alike for name in run["settings"] if name not in (SEED, ROUNDS))
             differing = [name for name in names if len({run["settings"].get(name) for run in alike}) > 1]
             words = [f"{name.rpartition('.')[2]} {own.get(name) or 'none'}" for name in differing[:3]]
             group["words"] = ", ".join(words)

@@ -16,7 +16,7 @@ MOST_TENSORS = 60
 MOST_NODES = 64
 MOST_EXCLUSIONS = 200
 PHASES = ("local", "mean", "wait", "exchange", "outer", "evaluate", "checkpoint")
-SEED = "seed"
+SEED, ROUNDS = "run.seed", "run.rounds"
 
 Row = Mapping[str, Any]
 
@@ -34,7 +34,7 @@ def run_data(run: Run, name: str, metric: str, lower_is_better: bool, points: in
     return {
         "name": name,
         "task": _text(settings.get("task.name")),
-        "algorithm": _text(settings.get("algorithm", settings.get("inner"))) or "unknown",
+        "algorithm": _text(settings.get("algorithm.name", settings.get("algorithm.inner"))) or "unknown",
         "seed": _text(settings.get(SEED)),
         "metric": metric,
         "lower": lower_is_better,
@@ -52,7 +52,7 @@ def run_data(run: Run, name: str, metric: str, lower_is_better: bool, points: in
 
 def _place(name: str) -> int:
     """Return where a setting stands: what is compared most comes first, the others in the order of config.toml."""
-    first = ("algorithm", "settings.", "schedules.", "task.")
+    first = ("algorithm.name", "algorithm.", "schedules.", "task.")
     return next((k for k, start in enumerate(first) if name.startswith(start)), len(first))
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tailopt.arguments import did_you_mean
-from tailopt.figures.style import band, pyplot
+from tailopt.figures.labels import name_line_ends, named
+from tailopt.figures.style import band, band_text
 from tailopt.records import disk
 from tailopt.studies import claims
 from tailopt.studies.comparison import (
@@ -27,7 +28,7 @@ from tailopt.studies.comparison import (
     with_options,
 )
 from tailopt.studies.comparison_runs import compare
-from tailopt.studies.plots import look_of, save
+from tailopt.studies.plots import baseline, finish, look_of, panels
 from tailopt.studies.protocol import Claim, all_hold, decide, exceeds
 from tailopt.studies.runner import write_results
 from tailopt.studies.study import StudyOptions, resolve_device
@@ -228,18 +229,19 @@ def _nodes(parts: Sequence[TaskResults]) -> int:
 
 def draw(parts: Sequence[TaskResults], path: Path) -> None:
     """The first metric by step, one panel per task, from the model that all start with."""
-    size = (4.6 * len(parts) + 1, 4.0)
-    figure, axes = pyplot().subplots(1, len(parts), figsize=size, squeeze=False, layout="constrained")
-    for axis, part in zip(axes[0], parts, strict=True):
+    figure, axes = panels(len(parts), columns=2, height=3.4)
+    for axis, part in zip(axes, parts, strict=True):
         steps = part.plan.arguments(part.label)["local_steps"]
         for algorithm in part.plan.algorithms:
             if curves := part.curves(algorithm):
                 style = look_of(algorithm, len(curves), len(part.plan.seeds))
                 band(axis, [steps * i for i in range(len(curves[0]))], curves, **style, marker="o", markersize=3)
-        axis.set(title=f"{part.label}, {seeds_text(part.plan)}", xlabel="step", ylabel=f"{part.metric}, percent")
+        baseline(axis, part.results, part.label, part.metric)
+        axis.set(xlabel="step", ylabel=f"{part.metric}, percent")
+        if len(parts) > 1:
+            named(axis, part.label)
         axis.grid(alpha=0.25, linewidth=0.5)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8, frameon=False)
+    name_line_ends(axes)
     where = "one node" if _nodes(parts) == 1 else f"{_nodes(parts)} nodes"
-    figure.suptitle(f"Validation by step, {where}", fontsize=10)
-    save(figure, path)
+    of_what = parts[0].label if len(parts) == 1 else "Validation"
+    finish(figure, f"{of_what} by step, {where}, {band_text(len(parts[0].plan.seeds))}", path)

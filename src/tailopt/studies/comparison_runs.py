@@ -213,7 +213,8 @@ def cost(plan: ComparisonPlan, out: Path | None = None) -> str:
         steps = round(len(plan.algorithms) * (amount.tuning + amount.reported))
         seconds += steps * step
         lines.append(
-            f"{label}: {len(plan.algorithms)} algorithms, {plan.trials} trials and {len(plan.seeds)} seeds each, "
+            f"{label}: {_counted(len(plan.algorithms), 'algorithm')}, {_counted(plan.trials, 'trial')} and "
+            f"{_counted(len(plan.seeds), 'seed')} each, "
             f"{steps} local steps of {step * 1e3:.3g} ms on {resolve_device(plan.device)}"
         )
     finished = 0
@@ -228,6 +229,10 @@ def cost(plan: ComparisonPlan, out: Path | None = None) -> str:
             f"{again}{rest}",
         ]
     )
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"
 
 
 def _amount(plan: ComparisonPlan, column: str) -> _Amount:
@@ -258,11 +263,15 @@ def _steps(plan: ComparisonPlan, column: str) -> int:
 
 
 def _seconds_of_a_step(plan: ComparisonPlan, column: str) -> float:
-    problem, seed = plan.columns[column].build(), plan.seeds[0]
-    data = problem.nodes(seed, plan.nodes(column))[0]
-    size = min(plan.arguments(column)["batch_size"], len(data))
-    batch = torch.utils.data.default_collate([data[i] for i in range(size)])
-    return seconds_of_a_step(problem, batch, seed, torch.device(resolve_device(plan.device)))
+    problem, size = plan.columns[column].build(), int(plan.arguments(column)["batch_size"])
+    return seconds_of_a_first_step(problem, plan.nodes(column), size, plan.seeds[0], resolve_device(plan.device))
+
+
+def seconds_of_a_first_step(problem: Task, nodes: int, batch_size: int, seed: int, device: str) -> float:
+    """The time of a forward and a backward pass over the first batch of the first node."""
+    data = problem.nodes(seed, nodes)[0]
+    batch = torch.utils.data.default_collate([data[i] for i in range(min(batch_size, len(data)))])
+    return seconds_of_a_step(problem, batch, seed, torch.device(device))
 
 
 def seconds_of_a_step(problem: Task, batch: Any, seed: int, device: torch.device) -> float:

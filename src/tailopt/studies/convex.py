@@ -25,13 +25,13 @@ import torch
 
 from tailopt.algorithms import ALGORITHMS, algorithm
 from tailopt.engines.simulate import simulate
-from tailopt.figures.style import band, look
+from tailopt.figures.style import band_text
 from tailopt.optional import missing
 from tailopt.progress import Progress
 from tailopt.studies import claims
 from tailopt.studies.comparison import Comparison, ComparisonPlan, TaskSpec, with_options
 from tailopt.studies.comparison_runs import compare
-from tailopt.studies.plots import legend_below, panels, save
+from tailopt.studies.convex_figure import NoiseErrors, draw
 from tailopt.studies.protocol import Claim, Scores, all_hold, claim_lines, decide, difference, exceeds
 from tailopt.studies.runner import RECORD, Grid, digest, run_grid, write_results
 from tailopt.studies.search_spaces import WIDENINGS
@@ -112,6 +112,12 @@ class ConvexResults:
         """The error by round, of the seeds that did not break down."""
         return [run.values("error") for run in self.comparison.cell(panel.label, name).whole_runs]
 
+    def errors(self, panel: Panel) -> NoiseErrors:
+        """What the figure shows of a panel; without noise there is nothing that an estimate on all data would miss."""
+        references = self.references[panel.features, panel.noise] if panel.noise != "no noise" else {}
+        medians = {name: statistics.median(values) for name, values in references.items()}
+        return NoiseErrors(panel.noise, {name: self.curves(panel, name) for name in self.algorithms}, medians)
+
     def as_json(self) -> dict[str, Any]:
         """As results.json has it."""
         return {
@@ -152,7 +158,13 @@ def _run(out: Path, options: StudyOptions) -> Path:
     judged = None if options.quick else list(evaluate_claims(results))
     text = report(results, judged)
     write_results(out, {**results.as_json(), "claims": judged or []}, text, options.command, indent=None)
-    draw(results, out)
+    for features in dict.fromkeys(panel.features for panel in results.panels):
+        longest = [p for p in results.panels if p.features == features and p.rounds == max(x.rounds for x in found)]
+        errors = [results.errors(panel) for panel in longest]
+        of_noise = f", {longest[0].noise}" if len(longest) == 1 else ""
+        spread = band_text(len(plan.seeds))
+        title = f"{FEATURES[features]}{of_noise}: distance to the true weights, {spread}"
+        draw(errors, title, out / f"{features}.png")
     return out
 
 
@@ -353,7 +365,7 @@ def _errors_text(scores: Scores, names: Sequence[str]) -> str:
     return ", ".join(f"{name} {math.exp(-statistics.median(scores[name])):.3g}" for name in names)
 
 
-# --- The page and the figures -----------------------------------------------------------------------------------------
+# --- The page -----------------------------------------------------------------------------------------
 
 
 def report(results: ConvexResults, judged: Sequence[Claim] | None) -> str:
@@ -387,28 +399,3 @@ def _errors_table(results: ConvexResults, features: str, rounds: int) -> list[st
         rows[f"*{name}, all data*"] = [results.references[features, panel.noise][name] for panel in found]
     texts = [[name, *(with_range(errors, limits="[{}, {}]") for errors in ends)] for name, ends in rows.items()]
     return markdown_table(["algorithm", *(panel.noise for panel in found)], texts)
-
-
-def draw(results: ConvexResults, out: Path) -> None:
-    """The error by round at the longest horizon: one figure for each kind of features."""
-    rounds = max(panel.rounds for panel in results.panels)
-    for features in dict.fromkeys(panel.features for panel in results.panels):
-        found = [p for p in results.panels if (p.features, p.rounds) == (features, rounds)]
-        figure, axes = panels(len(found), width=3.1, height=2.9, extra=0.9, least_width=8.0)
-        for axis, panel in zip(axes, found, strict=True):
-            for name in results.algorithms:
-                curves = results.curves(panel, name)
-                if curves:
-                    band(axis, range(1, rounds + 1), curves, **look(name))
-            for name, dashes in zip(REFERENCES, ((0, (4, 3)), (0, (1, 3))), strict=True):
-                if panel.noise != "no noise":
-                    median = statistics.median(results.references[features, panel.noise][name])
-                    axis.axhline(median, color="black", linestyle=dashes, linewidth=0.9)
-            axis.set(title=panel.noise, xlabel="round", yscale="log")
-            axis.grid(alpha=0.25, which="both", linewidth=0.5)
-        axes[0].set_ylabel("distance to the true weights")
-        legend_below(figure, axes[0], 6)
-        seeds = len(results.comparison.plan.seeds)
-        text = f"{FEATURES[features]}, {rounds} rounds: median and quartiles of {seeds} seeds"
-        figure.suptitle(text + "\nblack: least squares (dashed) and Huber (dotted) on all data", fontsize=10)
-        save(figure, out / f"{features}.png")

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tailopt.figures.style import pyplot
+from tailopt.figures.labels import name_line_ends, named
+from tailopt.figures.style import band_text
 from tailopt.studies import claims
 from tailopt.studies.comparison import COMPARISON_OPTIONS, Comparison
 from tailopt.studies.comparison_runs import compare
 from tailopt.studies.glue import METRICS, glue_plan, labels, task_spec
-from tailopt.studies.plots import algorithm_line, median_text, save
+from tailopt.studies.plots import algorithm_line, baseline, finish, panels
 from tailopt.studies.protocol import Claim, decide
 from tailopt.studies.runner import write_results
 from tailopt.studies.study import StudyOptions
@@ -58,16 +59,16 @@ def evaluate_claims(results: Comparison, label: str) -> list[Claim]:
 def draw(results: Comparison, label: str, path: Path) -> None:
     """The three panels, on one scale."""
     metric = METRICS[label][0]
-    figure, axes = pyplot().subplots(1, len(PANELS), figsize=(11, 4.2), sharey=True, layout="constrained")
+    figure, axes = panels(len(PANELS), height=3.6, sharey=True)
     for axis, (title, names) in zip(axes, PANELS.items(), strict=True):
         for cell in results.cells:
             if cell.algorithm in names:
                 algorithm_line(axis, cell, metric)
-        axis.set(title=title, xlabel="round")
+        baseline(axis, results, label, metric)
+        named(axis, title)
+        axis.set_xlabel("round")
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.25, linewidth=0.5)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
-    axes[0].set_ylabel(f"{label} {metric}, percent")
-    figure.suptitle(f"{label}, validation by round, {median_text(len(results.plan.seeds))}", fontsize=10)
-    save(figure, path)
+    axes[0].set_ylabel(f"{metric}, percent")
+    name_line_ends(axes)
+    finish(figure, f"{label}, validation by round: {band_text(len(results.plan.seeds))}", path)

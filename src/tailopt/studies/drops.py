@@ -11,11 +11,8 @@ half of the contributions lost in its own, much larger setting.
 
 from __future__ import annotations
 
-import hashlib
-import lzma
 import math
 import statistics
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,12 +23,14 @@ from torch import Tensor
 
 from tailopt.algorithms import algorithm
 from tailopt.engines.simulate import simulate
-from tailopt.figures.style import LineStyle, pyplot
+from tailopt.figures.labels import compare_with, name_line_ends, named, plain_ticks
+from tailopt.figures.style import LineStyle
 from tailopt.optional import missing
 from tailopt.progress import Progress
 from tailopt.schedules import cosine
 from tailopt.seeds import derive_seed, generator
-from tailopt.studies.plots import save
+from tailopt.studies.byte_corpus import BYTES, ByteCorpus, text, windows
+from tailopt.studies.plots import finish, panels
 from tailopt.studies.protocol import UNJUDGED
 from tailopt.studies.runner import RECORD, Grid, Tick, as_json, digest, run_grid, write_results
 from tailopt.studies.study import StudyOptions, resolve_device
@@ -42,9 +41,6 @@ OPTIONS = ("preset", "data", "seeds", "device")
 
 PUBLISHED = 2.1  # percent above full participation, by DiLoCo's authors
 CASES: Mapping[str, str | None] = {"everybody": None, "sync": "sync", "keep": "keep"}
-BYTES = 256  # the vocabulary
-STRIPE = 1 << 15  # bytes that are dealt out to the nodes in turn
-HELD_OUT = 20  # one stripe of so many is for evaluation
 
 
 SETTINGS: Mapping[str, Mapping[str, float]] = {  # DiLoCo's own; avg-biclip's by a few tries with everybody
@@ -129,63 +125,6 @@ def run_plan(
     return out
 
 
-# --- The text ---------------------------------------------------------------------------------------------------------
-
-
-def text(path: str | Path | None = None) -> bytes:
-    """All of a folder's *.txt and *.txt.xz files by name, or one of them; by default Python's own library."""
-    if path is None:
-        return b"\n".join(p.read_bytes() for p in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
-    path = Path(path)
-    files = [path] if path.is_file() else sorted([*path.glob("*.txt"), *path.glob("*.txt.xz")])
-    if not files:
-        raise FileNotFoundError(f"Invalid data: {path} has no *.txt or *.txt.xz file. Give a folder that has some.")
-    return b"\n".join(lzma.decompress(p.read_bytes()) if p.suffix == ".xz" else p.read_bytes() for p in files)
-
-
-@dataclass(frozen=True)
-class ByteCorpus:
-    """Text as numbers: what each node has, and what none of them has.
-
-    Attributes:
-        digest: of the whole text.
-        unigram: the perplexity of a model that knows how frequent every byte of the held-out text is, and nothing else.
-    """
-
-    nodes: list[Tensor]
-    held_out: Tensor
-    digest: str
-    unigram: float
-
-    @classmethod
-    def of(cls, text: bytes, nodes: int, context: int, device: torch.device) -> ByteCorpus:
-        """Stripes are dealt out in turn; every twentieth is held out. A short text has shorter stripes.
-
-        Examples:
-            >>> corpus = ByteCorpus.of(bytes(range(250)) * 40, nodes=4, context=8, device=torch.device("cpu"))
-            >>> sum(len(part) for part in corpus.nodes) + len(corpus.held_out)
-            10000
-        """
-        stripe = min(STRIPE, len(text) // (HELD_OUT * max(nodes, 2)))
-        if stripe <= context:
-            need = (context + 1) * HELD_OUT * max(nodes, 2)
-            raise ValueError(f"Invalid data: {len(text)} bytes of text; need {need} or more for {nodes} nodes.")
-        stripes = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device).split(stripe)
-        train = [part for i, part in enumerate(stripes) if i % HELD_OUT != HELD_OUT - 1]
-        held_out = torch.cat([part for i, part in enumerate(stripes) if i % HELD_OUT == HELD_OUT - 1])
-        shares = torch.bincount(held_out.long(), minlength=BYTES).double() / held_out.numel()
-        unigram = math.exp(-float(torch.special.xlogy(shares, shares).sum()))
-        return cls(
-            [torch.cat(train[k::nodes]) for k in range(nodes)], held_out, hashlib.sha256(text).hexdigest(), unigram
-        )
-
-
-def windows(tokens: Tensor, count: int, context: int, source: torch.Generator) -> Tensor:
-    """Random windows of a text, one byte longer than the context: the byte after each is in it too."""
-    starts = torch.randint(len(tokens) - context, (count, 1), generator=source)
-    return tokens[(starts + torch.arange(context + 1)).to(tokens.device)].long()
-
-
 # --- The cells --------------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +185,11 @@ class PerplexityCurve:
 
 def run_cells(out: Path, plan: DropsPlan, corpus: ByteCorpus, progress: bool) -> dict[DropsCell, PerplexityCurve]:
     """The curve of every cell."""
+
+    def short_part(cell: DropsCell) -> float:
+        measure(replace(plan, rounds=1), corpus, cell)
+        return 1 / plan.rounds
+
     grid = Grid[DropsCell, PerplexityCurve](
         cells=[DropsCell(name, case, seed) for seed in plan.seeds for name in plan.algorithms for case in CASES],
         key=lambda cell: {**asdict(cell), "plan": plan.key(corpus.digest, cell.algorithm)},
@@ -253,6 +197,8 @@ def run_cells(out: Path, plan: DropsPlan, corpus: ByteCorpus, progress: bool) ->
         decode=lambda value: PerplexityCurve(**value),
         label=lambda cell: f"{cell.algorithm}, {cell.case}, seed {cell.seed}",
         units=plan.rounds,
+        short_part=short_part,
+        kind=lambda cell: cell.algorithm,
     )
     with Progress(progress) as bar:
         return run_grid(grid, out / RECORD, bar)
@@ -293,12 +239,17 @@ def measure(plan: DropsPlan, corpus: ByteCorpus, cell: DropsCell, tick: Tick = l
 
 @dataclass(frozen=True)
 class DropsRow:
-    """One algorithm under one case. mean: by round; last: by seed; above: percent above `everybody`, by seed."""
+    """One algorithm under one case.
+
+    mean, least, most: over the seeds, by round; last: by seed; above: percent above `everybody`, by seed.
+    """
 
     algorithm: str
     case: str
     rounds: list[int]
     mean: list[float]
+    least: list[float]
+    most: list[float]
     last: list[float]
     above: list[float]
     mean_above: float
@@ -357,10 +308,13 @@ def summarise(
         spread[name] = 100 * (max(everybody) / min(everybody) - 1)
         for case in CASES:
             of_case = [curves[DropsCell(name, case, seed)] for seed in plan.seeds]
-            mean = [statistics.fmean(values) for values in zip(*(c.perplexity for c in of_case), strict=True)]
+            by_round = list(zip(*(c.perplexity for c in of_case), strict=True))
+            mean, least, most = ([f(values) for values in by_round] for f in (statistics.fmean, min, max))
             last = [curve.perplexity[-1] for curve in of_case]
             above = [100 * (value / base - 1) for value, base in zip(last, everybody, strict=True)]
-            rows.append(DropsRow(name, case, of_case[0].rounds, mean, last, above, statistics.fmean(above)))
+            rows.append(
+                DropsRow(name, case, of_case[0].rounds, mean, least, most, last, above, statistics.fmean(above))
+            )
     sizes = {"training_bytes": sum(map(len, corpus.nodes)), "held_out_bytes": len(corpus.held_out)}
     device = " and ".join(sorted({curve.device for curve in curves.values()}))
     text = {"digest": corpus.digest, **sizes}
@@ -416,24 +370,26 @@ STYLES: Mapping[str, LineStyle] = {
 
 
 def figure(results: DropsResults, path: Path) -> None:
-    """Held-out perplexity by round, one panel per algorithm."""
+    """Held-out perplexity by round, one panel per algorithm: the mean over seeds, and their range."""
     plan = results.plan
-    size = (5.5 * len(plan.algorithms), 4.2)
-    drawing, panels = pyplot().subplots(
-        1, len(plan.algorithms), figsize=size, sharey=True, squeeze=False, layout="constrained"
-    )
-    for name, panel in zip(plan.algorithms, panels[0], strict=True):
+    drawing, axes = panels(len(plan.algorithms), columns=2, height=3.6, sharey=True)
+    for name, panel in zip(plan.algorithms, axes, strict=True):
         for row in [row for row in results.rows if row.algorithm == name]:
             style = STYLES[row.case]
-            share = f" ({row.mean_above:+.1f} % in the end)" if style.marker else ""
+            share = f" ({row.mean_above:+.1f} %)" if style.marker else ""
             panel.plot(row.rounds, row.mean, label=f"{row.case}{share}", markersize=4, **style.keywords())
-        panel.axhline(results.unigram, color="#777777", linewidth=1, linestyle=":", label="unigram")
+            panel.fill_between(row.rounds, row.least, row.most, color=style.hex, alpha=0.13, linewidth=0)
+        compare_with(panel, results.unigram, "unigram model")
         panel.set_yscale("log")
-        panel.set_title(name, fontsize=10)
+        plain_ticks(panel.yaxis)
+        if len(axes) > 1:
+            named(panel, name)
         panel.set_xlabel("round")
         panel.grid(alpha=0.25)
-        panel.legend(fontsize=8)
-    panels[0][0].set_ylabel("held-out perplexity by byte")
-    title = f"{plan.lost:.0%} of contributions lost, {plan.nodes} nodes, mean of {len(plan.seeds)} seeds"
-    drawing.suptitle(title, fontsize=11)
-    save(drawing, path)
+    axes[0].set_ylabel("held-out perplexity by byte")
+    name_line_ends(axes)
+    of_one = f", {next(iter(plan.algorithms))}" if len(axes) == 1 else ""
+    title = (
+        f"{plan.lost:.0%} of contributions lost{of_one}, {plan.nodes} nodes: mean and range of {len(plan.seeds)} seeds"
+    )
+    finish(drawing, title, path)

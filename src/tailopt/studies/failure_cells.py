@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,11 +159,18 @@ def run_cells(plan: FailuresPlan, out: Path, progress: bool) -> dict[FailureCell
     def measure(cell: FailureCell, tick: Tick) -> list[float]:
         return trained(plan, cell, recorded_rounds(plan.rounds))[1]
 
+    def short_part(cell: FailureCell) -> float:
+        rounds = max(1, plan.rounds // 50)
+        trained(replace(plan, rounds=rounds), cell, [])
+        return rounds / plan.rounds
+
     grid = Grid[FailureCell, list[float]](
         cells=cells(plan),
         key=key,
         measure=measure,
         label=lambda cell: f"{cell.algorithm}, {cell.case.name}, seed {cell.seed}",
+        short_part=short_part,
+        kind=lambda cell: (cell.algorithm, cell.case.name),
     )
     with Progress(progress) as bar:
         return run_grid(grid, out / RECORD, bar)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tailopt.figures.style import LineStyle, pyplot
+from tailopt.figures.labels import name_line_ends, named, plain_ticks
+from tailopt.figures.style import LineStyle
 from tailopt.studies.failure_cells import (
     ALGORITHMS,
     FULL,
@@ -28,7 +29,7 @@ from tailopt.studies.failure_cells import (
     run_cells,
 )
 from tailopt.studies.fits import slope
-from tailopt.studies.plots import save
+from tailopt.studies.plots import finish, panels
 from tailopt.studies.protocol import Claim, all_hold, claim_lines, decide
 from tailopt.studies.runner import as_json, write_results
 from tailopt.studies.study import StudyOptions
@@ -270,38 +271,39 @@ STYLES: Mapping[str, LineStyle] = {
 def figure(results: FailureResults, path: Path) -> None:
     """F(average) - F* by round: one row of panels per algorithm, one column for equal and one for unequal weights."""
     schedules = {"avg-l2clip": "theory schedules", "avg-biclip": "constant settings"}
-    drawing, panels = pyplot().subplots(2, 2, figsize=(11, 8), sharex=True, sharey=True, layout="constrained")
-    for (name, what), line in zip(schedules.items(), panels, strict=True):
-        for weights, panel in zip(("equal", "unequal"), line, strict=True):
-            rows = [row for row in results.rows if (row.algorithm, row.weights) == (name, weights)]
-            _panel(panel, results.rounds, rows)
-            panel.set_title(f"{name}, {what}; {weights} weights", fontsize=10)
-            if name == "avg-l2clip":
-                _promise(panel, results)
-    for panel in panels[:, 0]:
+    drawing, axes = panels(2 * len(schedules), columns=2, height=3.3, sharex=True, sharey=True)
+    kinds = [(name, weights) for name in schedules for weights in ("equal", "unequal")]
+    for (name, weights), panel in zip(kinds, axes, strict=True):
+        rows = [row for row in results.rows if (row.algorithm, row.weights) == (name, weights)]
+        _panel(panel, results.rounds, rows)
+        named(panel, f"{name}, {schedules[name]}; {weights} weights")
+        if name == "avg-l2clip":
+            _promise(panel, results)
+    for panel in axes:
+        plain_ticks(panel.xaxis)
+        plain_ticks(panel.yaxis)
+    for panel in axes[::2]:
         panel.set_ylabel("F(average) − F*")
-    for panel in panels[-1]:
+    for panel in axes[-2:]:
         panel.set_xlabel("round")
+    name_line_ends(axes)
     plan = results.plan
-    drawing.suptitle(
-        f"Failing nodes: median and range of {len(plan.seeds)} seeds, {plan.nodes} nodes, half of them "
-        f"away, Student-t noise (df {plan.df:g})\nthin horizontal lines: the predicted bias",
-        fontsize=11,
+    finish(
+        drawing,
+        f"{plan.nodes} nodes, half of them away: median and range of {len(plan.seeds)} seeds; "
+        "horizontal lines: the predicted bias, where there is one",
+        path,
     )
-    save(drawing, path)
 
 
 def _panel(panel: Any, rounds: Sequence[int], rows: Sequence[FailureRow]) -> None:
     for row in rows:
         style = STYLES[row.case]
-        # the legend answers the question of each case: is the objective preserved?
-        label = f"{row.case} ({'biased' if row.bias else 'preserved'})" if style.marker else row.case
-        panel.loglog(rounds, row.median, label=label, linewidth=1.6, markersize=4, markevery=3, **style.keywords())
+        panel.loglog(rounds, row.median, label=row.case, linewidth=1.6, markersize=4, markevery=3, **style.keywords())
         panel.fill_between(rounds, row.low, row.high, color=style.hex, alpha=0.13, linewidth=0)
         if row.bias:
             panel.axhline(row.bias, color=style.hex, linewidth=0.9, linestyle=(0, (6, 2)))
     panel.grid(alpha=0.25, which="major")
-    panel.legend(fontsize=8, loc="lower left")
 
 
 def _promise(panel: Any, results: FailureResults) -> None:

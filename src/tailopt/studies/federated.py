@@ -59,7 +59,7 @@ def run(out: Path, options: StudyOptions) -> Path:
     judged = None if options.quick else evaluate_claims(results, label)
     text = report(results, label, judged)
     write_results(out, {**results.as_json(), "claims": judged or []}, text, options.command)
-    metric_curves(results, {label: "perplexity"}, out / "federated.png", f"{label}: perplexity by round")
+    metric_curves(results, {label: "perplexity"}, out / "federated.png", "Nodes that differ")
     return out
 
 

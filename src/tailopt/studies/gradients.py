@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,13 +26,15 @@ from tailopt.clipping.operators import biclip
 from tailopt.diagnose import sampled_coordinates
 from tailopt.engines.model_state import trainable_parameters
 from tailopt.engines.simulate import simulate
+from tailopt.figures.labels import named, plain_number, plain_ticks
 from tailopt.figures.style import PALETTE, pyplot
 from tailopt.optional import missing
 from tailopt.paper import paper_settings
-from tailopt.progress import Progress
+from tailopt.progress import Progress, duration
 from tailopt.studies.comparison import TaskSpec
+from tailopt.studies.comparison_runs import seconds_of_a_first_step
 from tailopt.studies.glue import labels, task_spec
-from tailopt.studies.plots import save
+from tailopt.studies.plots import WIDTH, finish
 from tailopt.studies.protocol import Claim, claim_lines, decide
 from tailopt.studies.runner import as_json, write_results
 from tailopt.studies.study import StudyOptions, resolve_device
@@ -79,6 +82,8 @@ def run(out: Path, options: StudyOptions) -> Path:
     if options.quick:
         plan = GradientsPlan(spec, rounds=2, nodes=2, local_steps=2, coordinates=500, batch_size=2)
     followed: dict[str, Followed] = {}
+    if options.progress:
+        print(cost(plan, resolve_device(options.device)), file=sys.stderr, flush=True)
     with Progress(options.progress) as bar:
 
         def tick(name: str, steps: int) -> None:
@@ -93,6 +98,15 @@ def run(out: Path, options: StudyOptions) -> Path:
     write_results(out, written, report(results, label, claims), options.command)
     draw(values, label, out / "gradients.png")
     return out
+
+
+def cost(plan: GradientsPlan, device: str) -> str:
+    """What the study will cost: one step is timed, nothing else is run."""
+    problem, steps = plan.column.build(), len(SETTINGS) * plan.steps
+    step = seconds_of_a_first_step(
+        problem, plan.nodes, plan.batch_size or problem.defaults.batch_size, plan.seed, device
+    )
+    return f"{steps} local steps of {step * 1e3:.3g} ms on {device}, about {duration(steps * step)}"
 
 
 # --- Following the gradients ------------------------------------------------------------------------------------------
@@ -294,10 +308,10 @@ def report(results: GradientsResults, label: str, claims: Sequence[Claim] | None
 def draw(rows: Mapping[str, Sequence[Tensor]], label: str, path: Path) -> None:
     """Histograms of magnitudes, one row per kind of values, one column per round."""
     rounds = len(next(iter(rows.values())))
-    inches = (2.5 * rounds, 2.0 * len(rows) + 0.5)
     figure, axes = pyplot().subplots(
-        len(rows), rounds, figsize=inches, sharex="row", squeeze=False, layout="constrained"
-    )
+        len(rows), rounds, figsize=(WIDTH, 1.5 * len(rows) + 0.5), sharex="row", sharey="row", squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
     for line, (row, by_round) in zip(axes, rows.items(), strict=True):
         sizes = [values.abs()[values != 0].log10() for values in by_round]
         low = min(float(size.min()) if len(size) else 0.0 for size in sizes)
@@ -305,10 +319,12 @@ def draw(rows: Mapping[str, Sequence[Tensor]], label: str, path: Path) -> None:
         for t, (axis, size) in enumerate(zip(line, sizes, strict=True)):
             axis.hist(size.numpy(), bins=60, range=(max(low, high - 9), high + 1e-3), color=ROWS[row], log=True)
             axis.tick_params(labelsize=7)
+            plain_ticks(axis.yaxis)
+            axis.xaxis.set_major_formatter(lambda exponent, _: plain_number(10.0**exponent))
+            axis.xaxis.get_major_locator().set_params(integer=True, nbins=4)
             if row == next(iter(rows)):
-                axis.set_title(f"round {t + 1}", fontsize=9)
+                named(axis, f"round {t + 1}")
         line[0].set_ylabel(row.replace(" ", "\n", 1), fontsize=8)
     for axis in axes[-1]:
-        axis.set_xlabel("log10 of the magnitude", fontsize=8)
-    figure.suptitle(f"{label}: coordinates by magnitude; blue: gradients, red: what is applied", fontsize=10)
-    save(figure, path)
+        axis.set_xlabel("magnitude", fontsize=8)
+    finish(figure, f"{label}: coordinates by magnitude; blue: gradients, red: what is applied", path)

@@ -30,7 +30,7 @@ from tailopt.distributed.header import Header
 from tailopt.distributed.nested_optimizer import NestedOptimizer
 from tailopt.figures.style import PALETTE, pyplot
 from tailopt.progress import Progress
-from tailopt.studies.plots import save
+from tailopt.studies.plots import finish
 from tailopt.studies.protocol import Claim, claim_lines, decide
 from tailopt.studies.runner import RECORD, Grid, older_file, run_grid, write_results
 from tailopt.studies.search_spaces import SPACES
@@ -324,17 +324,20 @@ def report(rows: Sequence[OverheadRow], parameters: int, claims: Sequence[Claim]
 
 
 def draw(rows: Sequence[OverheadRow], path: Path) -> None:
-    """What is kept, stacked: start weights, inner state, outer state."""
+    """What is kept, stacked: start weights, inner state, outer state; the sum beside each bar."""
     names = [row.algorithm for row in rows]
-    figure, axis = pyplot().subplots(figsize=(8, 0.32 * len(rows) + 1.4), layout="constrained")
+    figure, axis = pyplot().subplots(figsize=(7.5, 0.27 * len(rows) + 1.4), layout="constrained")
     left = [0.0] * len(rows)
     colours = {"start weights": "#bbbbbb", "inner state": PALETTE["orange"], "outer state": PALETTE["blue"]}
     for kind, colour in colours.items():
         widths = [_with_spaces(row.measured.bytes)[kind] for row in rows]
         axis.barh(names, widths, left=left, color=colour, label=kind)
         left = [a + b for a, b in zip(left, widths, strict=True)]
+    for place, width in enumerate(left):
+        axis.annotate(f"{width:.3g}", (width, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlabel("bytes per parameter, measured")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.set_xlabel("bytes per parameter")
     axis.legend(fontsize=8, frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
-    save(figure, path)
+    finish(figure, f"What a node keeps in fp32, beside model and gradients, measured on {NODES} nodes", path)

@@ -24,13 +24,14 @@ import torch
 from tailopt.algorithms import algorithm
 from tailopt.engines.batches import to_device
 from tailopt.engines.simulate import simulate
-from tailopt.figures.style import LineStyle, look, pyplot
+from tailopt.figures.labels import compare_with, name_line_ends, named
+from tailopt.figures.style import LineStyle, band, band_text, look
 from tailopt.progress import Progress
 from tailopt.rounds.settle import EveryoneExcluded
 from tailopt.splits.loaders import node_data
 from tailopt.studies.comparison import algorithm_names
 from tailopt.studies.comparison_runs import seconds_of_a_step
-from tailopt.studies.plots import legend_below, save
+from tailopt.studies.plots import finish, panels
 from tailopt.studies.protocol import UNJUDGED
 from tailopt.studies.runner import RECORD, Grid, as_json, digest, run_grid, write_results
 from tailopt.studies.search_spaces import DATA_PARALLEL, SPACES, rules_of, search
@@ -405,27 +406,25 @@ def _ranking(results: PretrainingResults) -> list[str]:
 def figure(results: PretrainingResults, path: Path) -> None:
     """Losses by step, one panel per number of nodes, and the gaps by nodes."""
     plan, unigram = results.plan, results.unigram_loss
-    panels = len(plan.counts) + 1
-    drawing, axes = pyplot().subplots(1, panels, figsize=(3.4 * panels, 3.8), layout="constrained")
+    drawing, axes = panels(len(plan.counts) + 1, columns=2, height=3.0)
     finite = [loss for row in results.rows for curve in row.curves for loss in curve if math.isfinite(loss)]
     limits = min([*finite, unigram]) - 0.1, max([*finite, unigram]) + 0.1
     steps = [plan.local_steps * t for t in range(1, plan.rounds + 1)]
     for axis, nodes in zip(axes, plan.counts, strict=False):
         for name in plan.names():
-            curves = results.row(name, nodes).curves
-            mean = [statistics.fmean(values) for values in zip(*curves, strict=True)]
-            axis.plot(steps, mean, **{**_look(name), "marker": "o"}, markersize=2.5, linewidth=1.5)
-        axis.axhline(unigram, color="#999999", linewidth=0.8, linestyle=(0, (2, 2)))
-        axis.set(title=f"{nodes} nodes", xlabel="step", ylabel="validation loss, nats per token", ylim=limits)
+            band(axis, steps, results.row(name, nodes).curves, **{**_look(name), "marker": "o", "markersize": 2.5})
+        compare_with(axis, unigram, "unigram model")
+        axis.set(xlabel="step", ylabel="loss, nats per token", ylim=limits)
+        named(axis, f"{nodes} nodes")
         axis.grid(alpha=0.25, linewidth=0.5)
     _gaps_panel(axes[-1], results)
-    legend_below(drawing, axes[0], len(plan.names()))
-    drawing.suptitle(
-        f"Pretraining, the same tokens for everybody: mean of {len(plan.seeds)} seeds, {plan.local_steps} local "
-        "steps per round; grey: a unigram model; bars: the range of the seeds",
-        fontsize=10,
+    name_line_ends(axes)
+    finish(
+        drawing,
+        f"Pretraining, the same tokens for everybody, {plan.local_steps} local steps per round: validation loss, "
+        f"{band_text(len(plan.seeds))}",
+        path,
     )
-    save(drawing, path)
 
 
 def _gaps_panel(axis: Any, results: PretrainingResults) -> None:
@@ -435,10 +434,10 @@ def _gaps_panel(axis: Any, results: PretrainingResults) -> None:
         rows = [results.row(name, nodes) for nodes in counts]
         means = [row.mean_gap for row in rows]
         bars = [[row.mean_gap - min(row.gaps) for row in rows], [max(row.gaps) - row.mean_gap for row in rows]]
-        style = {key: value for key, value in _look(name).items() if key != "label"} | {"marker": "o"}
-        axis.errorbar(positions, means, yerr=bars, markersize=4, capsize=2, linewidth=1.5, **style)
+        axis.errorbar(positions, means, yerr=bars, capsize=2, linewidth=1.5, **{**_look(name), "marker": "o"})
     axis.set_xticks(range(len(counts)), [str(n) for n in counts])
-    axis.set(title="at the end", xlabel="nodes", ylabel="gap to data-parallel AdamW, %")
+    named(axis, "at the end, mean and range")
+    axis.set(xlabel="nodes", ylabel="gap to data-parallel AdamW, %")
     axis.grid(alpha=0.25, linewidth=0.5)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,8 @@ def run_cells(cells: list[RateCell], out: Path | None, progress: bool) -> dict[R
         measure=lambda cell, tick: measure(cell),
         decode=lambda value: Measurement(**value),
         label=lambda cell: f"{cell.name}, alpha = {cell.alpha}",
+        short_part=_short_part,
+        kind=lambda cell: cell.name,
     )
     with Progress(progress) as bar:
         return run_grid(grid, None if out is None else out / RECORD, bar)
@@ -152,6 +154,14 @@ def measure(cell: RateCell) -> Measurement:
         radius=max(radius for _, _, radius in each),
         seconds=round(time.process_time() - start, 2),
     )
+
+
+def _short_part(cell: RateCell) -> float:
+    """Run the first rounds of a cell, of one repetition where each is a run; returns the share of the cell."""
+    rounds = max(1, cell.rounds // 50)
+    repetitions = 1 if cell.case.sampled else cell.repetitions
+    measure(replace(cell, rounds=rounds, repetitions=repetitions))
+    return rounds / cell.rounds * repetitions / cell.repetitions
 
 
 def _one_run(cell: RateCell, replicas: int, seed: int) -> tuple[list[list[float]], list[float], float]:

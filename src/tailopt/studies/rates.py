@@ -20,8 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tailopt.figures.style import PALETTE, look, pyplot
-from tailopt.studies.plots import save
+from tailopt.figures.labels import name_line_ends, named, plain_ticks
+from tailopt.figures.style import PALETTE, look
+from tailopt.studies.plots import finish, panels
 from tailopt.studies.protocol import UNJUDGED, Claim, decide
 from tailopt.studies.rate_cells import CASES, LOCAL_STEPS, NODES, PANEL, PANEL_ALPHA, THRESHOLDS
 from tailopt.studies.rate_fits import Rate, Rates, rates
@@ -32,8 +33,6 @@ from tailopt.tasks.gradient_noise import GradientNoise
 
 SUMMARY = "the decay that the theorems promise, measured; ten minutes"
 OPTIONS: tuple[str, ...] = ()
-
-MARKERS = dict(zip(CASES, "o^sDv", strict=True))
 
 
 def run(out: Path, options: StudyOptions) -> Path:
@@ -193,35 +192,27 @@ def _settings_lines(results: Rates) -> list[str]:
 def figure(results: Rates, path: Path) -> None:
     """The measures with their promises, one panel per alpha, and the panels of the thresholds."""
     alphas = list(dict.fromkeys(row.alpha for row in results.rows))
-    columns = max(len(alphas), 2 if results.thresholds else 1)
-    drawing, axes = pyplot().subplots(
-        2 if results.thresholds else 1,
-        columns,
-        figsize=(4.2 * columns, 7.2 if results.thresholds else 3.8),
-        squeeze=False,
-    )
-    for axis, alpha in zip(axes[0], alphas, strict=False):
+    more = 3 if results.thresholds else 0
+    drawing, axes = panels(len(alphas) + more, columns=2, height=3.2)
+    for axis, alpha in zip(axes, alphas, strict=False):
         axis.axvspan(*results.window, color="0.95", zorder=0)
         for row in (r for r in results.rows if r.alpha == alpha):
             line = {**look(CASES[row.case].algorithm), "label": row.case}
             if CASES[row.case].sampled:
                 line |= {"linestyle": (0, (2, 1)), "alpha": 0.6}
-            # Outer optimizers over the same inner one share their colour, and dashes alone are hard to tell apart.
-            marks = {"marker": MARKERS[row.case], "markevery": 9, "markersize": 4}
-            axis.plot(row.rounds, row.values, linewidth=1.4, **line, **marks)
+            axis.plot(row.rounds, row.values, linewidth=1.4, **line)
             _promise(axis, row, results.window)
-        axis.set(xscale="log", yscale="log", xlabel="rounds T", title=f"alpha = {alpha:g}")
-    axes[0][0].set_ylabel("measure of the theorem\n(grey: its promised slope)")
-    axes[0][0].legend(fontsize=7, loc="lower left")
-    if results.thresholds:
-        _panel(results, axes[1])
-        if columns > 2:
-            _slopes(results, axes[1][2])
-    for axis in axes.flat:
-        if not axis.has_data():
-            axis.set_axis_off()
-    drawing.tight_layout()
-    save(drawing, path)
+        axis.set(xscale="log", yscale="log", xlabel="rounds T", ylabel="measure of the theorem")
+        named(axis, f"alpha = {alpha:g}")
+    if more:
+        _panel(results, axes[-3:-1])
+        _slopes(results, axes[-1])
+    for axis in axes:
+        for scale in (axis.xaxis, axis.yaxis):
+            if scale.get_scale() == "log":
+                plain_ticks(scale)
+    name_line_ends(axes)
+    finish(drawing, f"Decay by round, {results.repetitions} repetitions; thin black lines: promised slopes", path)
 
 
 def _slopes(results: Rates, axis: Any) -> None:
@@ -230,10 +221,11 @@ def _slopes(results: Rates, axis: Any) -> None:
     for i, row in enumerate(rows):
         colour = look(CASES[row.case].algorithm)["color"]
         axis.plot((row.low, row.high), (-i, -i), color=colour, linewidth=2)
-        axis.plot(row.slope, -i, marker=MARKERS[row.case], color=colour, linestyle="none", markersize=5)
-        axis.plot(row.promise, -i, marker="|", color="0.2", markersize=11, linestyle="none")
-    axis.set_yticks([-i for i in range(len(rows))], [f"{r.case}, {r.alpha:g}" for r in rows], fontsize=6)
-    axis.set(xlabel="slope (bar: promised; left of it is faster)", title="measured and promised")
+        axis.plot(row.slope, -i, marker="o", color=colour, linestyle="none", markersize=4)
+        axis.plot(row.promise, -i, marker="|", color="0.2", markersize=9, linestyle="none")
+    axis.set_yticks([-i for i in range(len(rows))], [f"{r.case}, {r.alpha:g}" for r in rows], fontsize=7)
+    axis.set_xlabel("slope (bar: promised; left of it is faster)")
+    named(axis, "measured, with 95 % interval, and promised")
 
 
 def _promise(axis: Any, row: Rate, window: tuple[int, int]) -> None:
@@ -256,8 +248,8 @@ def _panel(results: Rates, axes: Sequence[Any]) -> None:
         if row.limit is not None:
             left.plot(results.rounds * 1.25, row.limit, marker="_", markersize=12, color=colours[row.variant])
         right.plot(row.rounds, row.clipped, linewidth=1.6, **line)
-    title = f"{PANEL.algorithm}, {PANEL.objective}, alpha = {PANEL_ALPHA:g}"
-    left.set(xscale="log", yscale="log", xlabel="rounds T", ylabel="‖∇F(x_T)‖² (bars: computed limits)", title=title)
-    right.set(xscale="log", xlabel="rounds T", ylabel="share of coordinates clipped at u", title="a continual warm-up")
+    named(left, f"{PANEL.algorithm}, {PANEL.objective}, alpha = {PANEL_ALPHA:g}")
+    left.set(xscale="log", yscale="log", xlabel="rounds T", ylabel="‖∇F(x_T)‖² (bars: computed limits)")
+    named(right, "the same: a continual warm-up")
+    right.set(xscale="log", xlabel="rounds T", ylabel="share of coordinates clipped at u")
     right.set_ylim(0, None)
-    left.legend(fontsize=7, loc="lower left")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
@@ -21,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from tailopt.progress import Progress
+from tailopt.progress import Progress, duration
 from tailopt.records import disk, history
 from tailopt.records.environment import commit, environment, processor
 
@@ -56,6 +57,10 @@ def _nothing(cell: Any) -> None:
     return None
 
 
+def _one_kind(cell: Any) -> Hashable:
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Grid(Generic[C, R]):
     """What a study measures.
@@ -67,6 +72,9 @@ class Grid(Generic[C, R]):
             n of the cell's `units` are done.
         encode, decode: the result -> its JSON, and back.
         label: what progress calls a cell.
+        short_part: runs a short part of a cell, and returns which share of the cell it is, such as 0.02. One cell of
+            every kind is tried so before the first measurement, and the cost of all is said.
+        kind: cells of one kind take about as long as each other.
         older: cell -> the JSON of a result that an older version left in a file of its own; None where there is none.
         after: called with every cell whose result has just been recorded.
     """
@@ -78,6 +86,8 @@ class Grid(Generic[C, R]):
     decode: Callable[[Any], R] = _as_it_is
     label: Callable[[C], str] = str
     units: int = 1
+    short_part: Callable[[C], float] | None = None
+    kind: Callable[[C], Hashable] = _one_kind
     older: Callable[[C], Any] = _nothing
     after: Callable[[C], None] = _nothing
 
@@ -93,11 +103,12 @@ def run_grid(grid: Grid[C, R], record: Path | None, bar: Progress) -> dict[C, R]
             results[cell] = grid.decode(result)
     missing = [cell for cell in grid.cells if cell not in results]
     total = len(missing) * grid.units
-    if missing:
+    if missing and bar.shown:
         before = f"; {len(results)} more are recorded already" if results else ""
-        bar.say(
-            f"{len(missing)} measurements to make{before}; after the first one there is an estimate of the time left"
-        )
+        seconds = _cost(grid, missing)
+        cost = "the first one tells for how long" if seconds is None else f"about {duration(seconds)}"
+        bar.say(f"{len(missing)} measurement{'s' * (len(missing) > 1)} to make, {cost}{before}")
+    began = time.monotonic()
     for number, cell in enumerate(missing):
 
         def tick(done: int, start: int = number * grid.units, label: str = grid.label(cell)) -> None:
@@ -110,9 +121,28 @@ def run_grid(grid: Grid[C, R], record: Path | None, bar: Progress) -> dict[C, R]
             history.append(record, {"cell": as_json(grid.key(cell)), "result": result})
         results[cell] = grid.decode(result)
         grid.after(cell)
+        if number == 0 and len(missing) > 1 and grid.short_part is None:
+            seconds = time.monotonic() - began
+            bar.say(f"the first took {duration(seconds)}: about {duration(seconds * (len(missing) - 1))} more")
     if missing:
         bar.update(total, total, "done")
     return {cell: results[cell] for cell in grid.cells}
+
+
+def _cost(grid: Grid[C, R], missing: Sequence[C]) -> float | None:
+    """The seconds that these cells will take, from a short part of one cell of every kind; None without such a part."""
+    if grid.short_part is None:
+        return None
+    kinds: dict[Hashable, list[C]] = {}
+    for cell in missing:
+        kinds.setdefault(grid.kind(cell), []).append(cell)
+    grid.short_part(missing[0])  # the first run of all loads and compiles what the others find ready
+    seconds = 0.0
+    for cells in kinds.values():
+        began = time.perf_counter()
+        share = grid.short_part(cells[0])
+        seconds += len(cells) * (time.perf_counter() - began) / share
+    return seconds
 
 
 def read_record(path: Path) -> dict[str, Any]:

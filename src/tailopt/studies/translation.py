@@ -94,7 +94,7 @@ def run(out: Path, options: StudyOptions) -> Path:
     written = {**results.as_json(), "stand_ins": stand_ins, "claims": judged or []}
     write_results(out, written, report(results, stand_ins, judged), options.command)
     shown = "loss" if small else "bleu"
-    title = f"Translation, {plan.nodes(chosen[0])} nodes: validation by round"
+    title = f"Translation, {plan.nodes(chosen[0])} nodes"
     metric_curves(results, dict.fromkeys(chosen, shown), out / "translation.png", title)
     return out
 

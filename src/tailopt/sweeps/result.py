@@ -11,6 +11,7 @@ from typing import Any
 
 from tailopt.arguments import whole_number
 from tailopt.engines.routes import Route
+from tailopt.figures.labels import plain_ticks
 from tailopt.figures.style import PALETTE, pyplot
 from tailopt.sweeps.trials import Trial
 
@@ -223,6 +224,9 @@ class SweepResult:
         for axis in axes[0]:
             if tried and min(t.value for t in tried) > 0:
                 axis.set_yscale("log")
+            for scale in (axis.xaxis, axis.yaxis):
+                if scale.get_scale() == "log":
+                    plain_ticks(scale)
             axis.grid(alpha=0.25, which="both", linewidth=0.5)
         if file is None:
             return figure

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tailopt.loggers.protocol import RowFunction, RunStart, run_name, told
-from tailopt.records.run_config import as_stored
+from tailopt.records.run_config import as_stored, in_sections
 from tailopt.sweeps.trials import Trial
 
 
@@ -34,7 +34,7 @@ def tell(
         kind = "point" if trial.split == "tuning" else trial.split
         start = RunStart(
             name=run_name(folder, name),
-            config=as_stored({**config, "settings": dict(trial.settings), "seed": trial.seed}),
+            config=as_stored(in_sections({**config, "settings": dict(trial.settings), "seed": trial.seed})),
             trial=f"{kind}-{trial.number}-seed-{trial.seed}",
             folder=folder,
         )

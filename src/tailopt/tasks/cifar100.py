@@ -27,7 +27,7 @@ from tailopt.seeds import derive_seed, generator
 from tailopt.splits.partitions import iid
 from tailopt.tasks import files, hub, pretrained
 from tailopt.tasks.dataset_options import HELD_OUT, check_dataset_options, held_out_share
-from tailopt.tasks.task import Defaults
+from tailopt.tasks.task import Baseline, Defaults
 
 CLASSES, SIDE = 100, 32
 ROW = 2 + 3 * SIDE * SIDE  # bytes of an image in the binary version: coarse label, fine label, planes R, G, B
@@ -102,6 +102,14 @@ class Cifar100:
         images = load(self.data)
         part = " (complete)" if (len(images.train), len(images.test)) == (50_000, 10_000) else " (of 50,000 + 10,000)"
         return f"{images.name}: {len(images.train):,} training and {len(images.test):,} test images{part}"
+
+    @property
+    def baseline(self) -> Baseline:
+        """The accuracy of the most frequent class of the training images."""
+        train = load(self.data).train_labels[self._train_and_held_out()[0]]
+        labels = self._evaluated_images()[1]
+        share = (labels == train.bincount(minlength=CLASSES).argmax()).double().mean()
+        return Baseline("majority class", {"accuracy": 100 * float(share)})
 
     def model(self, seed: int) -> torch.nn.Module:
         """The pretrained model with a new head, or a vision transformer from scratch, without dropout."""

@@ -29,7 +29,7 @@ from tailopt.tasks.dataset_options import (
     check_share,
     held_out_share,
 )
-from tailopt.tasks.task import Defaults
+from tailopt.tasks.task import Baseline, Defaults
 
 IGNORED = -100
 # how many logits an evaluation holds at once: 64 blocks of 128 tokens would be 1.6 GB with GPT-2's vocabulary
@@ -192,6 +192,11 @@ class Language:
     def unigram(self) -> float:
         """The perplexity of a unigram model of the training tokens (add-one) on the predicted tokens of `evaluate`."""
         return self.corpus.unigram
+
+    @property
+    def baseline(self) -> Baseline:
+        """The perplexity of a unigram model, and its loss."""
+        return Baseline("unigram model", {"perplexity": self.unigram, "loss": math.log(self.unigram)})
 
     def model(self, seed: int) -> torch.nn.Module:
         """A copy of the pretrained model, or a GPT-2 with weights drawn from the seed."""

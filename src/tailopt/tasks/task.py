@@ -25,10 +25,19 @@ class Defaults:
     lower_is_better: bool = True
 
 
+@dataclass(frozen=True)
+class Baseline:
+    """What a model reaches that ignores its input. name: of that model; metrics: as `evaluate` returns them."""
+
+    name: str
+    metrics: Mapping[str, float]
+
+
 class Task(Protocol):
     """One problem. Everything is a function of a seed, so that a run can be repeated.
 
-    A task may also have `data_description`, a sentence about its data for reports.
+    A task may also have `data_description`, a sentence about its data for reports, and `baseline`, a `Baseline` that
+    figures show as a line to compare with, or None.
     """
 
     @property

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +22,7 @@ from torch.utils.data import Dataset, TensorDataset
 from tailopt.evaluation import evaluating
 from tailopt.splits.partitions import iid
 from tailopt.tasks import metrics, pretrained, tokens
+from tailopt.tasks.blocks import unigram_perplexity
 from tailopt.tasks.dataset_options import (
     EVAL_SPLITS,
     HELD_OUT,
@@ -37,7 +39,7 @@ from tailopt.tasks.parallel_corpora import (
     next_boundary,
     shuffled_by_source,
 )
-from tailopt.tasks.task import Defaults
+from tailopt.tasks.task import Baseline, Defaults
 
 SPLITS = (*EVAL_SPLITS, "test")
 METEORS = ("auto", "need", "off")
@@ -152,6 +154,15 @@ class Translation:
     def signature(self) -> str:
         """How sacrebleu computes BLEU, in its own words."""
         return metrics.bleu_signature()
+
+    @property
+    def baseline(self) -> Baseline:
+        """The loss of a model that knows how often a token occurs in training targets, and nothing else."""
+        tokenizer = self._tokenizer()
+        pad, vocabulary = (0, len(self._vocabulary())) if self.pieces else (tokenizer.pad_token_id, len(tokenizer))
+        train, evaluated = (self._tokenised(split)[1] for split in ("train", self.judge))
+        perplexity = unigram_perplexity(train[train != pad], evaluated[evaluated != pad], vocabulary)
+        return Baseline("unigram model", {"loss": math.log(perplexity)})
 
     def model(self, seed: int) -> torch.nn.Module:
         """T5 as it was pretrained, or a small one from scratch without dropout."""

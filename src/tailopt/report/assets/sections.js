@@ -116,7 +116,7 @@ function meanSeries(list) {
 function settingsSection(data) {
   if (!data.runs.length) return null;
   const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.settings)))];
-  const short = (name) => name.replace(/^settings\./, "");
+  const short = (name) => name.replace(/^(algorithm|run)\.(?!name$)/, "");
   const differing = names.filter((name) => new Set(data.runs.map((run) => run.settings[name] ?? "")).size > 1);
   const runName = (run) => el("span", {}, swatch(run.group), run.name);
   const rows = data.runs.map((run) => [runName(run), ...differing.map((name) => run.settings[name] ?? "–")]);
