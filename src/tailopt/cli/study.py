@@ -14,6 +14,7 @@ from tailopt.cli.overrides import Overrides
 from tailopt.cli.setting_values import parse_value
 from tailopt.studies import (
     arena,
+    baselines,
     centralised,
     convex,
     curves,
@@ -33,6 +34,7 @@ EXAMPLE = """\
   tailopt study failures --quick --out studies/failures"""
 STUDIES: Mapping[str, Study] = {
     "arena": arena,
+    "baselines": baselines,
     "centralised": centralised,
     "convex": convex,
     "drops": drops,
