@@ -136,6 +136,11 @@ def test_adamw_is_adam_without_decay():
     assert_follows("adamw", lambda n, p, g, rate, s: adam(p, g, mean(s, "v", BETAS[1], g * g), rate, s), 1e-5)
 
 
+def test_adamw_has_a_longer_memory_where_its_name_says_so():
+    (slow,) = CONTENDERS["adamw-0.999"].build(model(), 1e-3)
+    assert type(slow) is torch.optim.AdamW and slow.param_groups[0]["betas"] == (0.9, 0.999)
+
+
 def test_schedule_free_is_the_reference_of_its_package():
     package = pytest.importorskip("schedulefree", reason="the extra arena has schedulefree")
     other = model()

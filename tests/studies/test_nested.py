@@ -18,9 +18,7 @@ pytest.importorskip("matplotlib")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(
-        nested.PRESETS, "small", replace(PRESETS["small"], amounts=((128, 128 * 22),), length=32, evaluated=2)
-    )
+    monkeypatch.setitem(PRESETS, "small", replace(PRESETS["small"], amounts=((128, 128 * 22),), length=32, evaluated=2))
     made = tmp_path / "texts"
     made.mkdir()
     for i in range(200):

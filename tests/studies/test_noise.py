@@ -41,7 +41,7 @@ def test_shuffled_labels_are_a_tenth_and_the_same_for_every_optimizer():
 
 def test_a_study_runs_with_the_rates_of_an_arena_and_goes_on(folder: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setitem(
-        noise.PRESETS, "small", replace(PRESETS["small"], amounts=((64, 640),), length=32, evaluated=2, seeds=(0,))
+        PRESETS, "small", replace(PRESETS["small"], amounts=((64, 640),), length=32, evaluated=2, seeds=(0,))
     )
     earlier = tmp_path / "results.json"
     earlier.write_text(json.dumps({"rows": [{"contender": "biclip", "tokens": 64, "rate": 0.0125}]}))

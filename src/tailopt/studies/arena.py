@@ -36,7 +36,7 @@ SUMMARY = "optimizers on a decoder from scratch, by batch size and memory; half 
 OPTIONS = ("preset", "data", "tokenizer", "algorithms", "seeds", "device", "precision", "minutes")
 RATES = 5
 TUNING_SEED = 100
-CHECKED = ("adamw", "muon")
+CHECKED = ("adamw", "adamw-0.999", "muon")
 FILES = "files.tsv"
 
 
@@ -214,11 +214,12 @@ class Arena:
         """The plan with what it costs: cells that are missing at least, and their time."""
         planned = [cell for tokens, _ in self.plan.amounts for cell in self._least_cells(tokens)]
         recorded = set(self.recorded())
-        tried = {(cell.contender, cell.tokens) for cell in recorded if cell.seed in self.plan.seeds}
+        # which rate the other seeds have is not known before the search has ended
+        reported = {(cell.contender, cell.tokens, cell.seed) for cell in recorded if cell.seed != TUNING_SEED}
         missing = [
             cell
             for cell in planned
-            if cell not in recorded and not (cell.seed in self.plan.seeds and (cell.contender, cell.tokens) in tried)
+            if cell not in recorded and (cell.contender, cell.tokens, cell.seed) not in reported
         ]
         minutes = sum(self._seconds.get((cell.contender, cell.tokens), 0.0) for cell in missing) / 60
         each = [f"{tokens} tokens: {self._text_of_costs(tokens)}" for tokens, _ in self.plan.amounts]

@@ -1,7 +1,8 @@
 """The optimizers of the study `arena`: what each is, where it comes from, and the rates that it is first tried with.
 
 Nothing is written here: torch's own, other people's packages (the extra `arena`), and this library's. All have the same
-warm-up and cosine, and no weight decay; AdamW's betas are 0.9 and 0.95 wherever there are betas. Muon steps on hidden
+warm-up and cosine, and no weight decay. Betas are 0.9 and 0.95, as is usual for large batches; AdamW is there with
+0.999 too, because small batches need a longer memory of the second moment (arXiv 2507.07101). Muon steps on hidden
 matrices with the rate of the AdamW that has the rest, as "match_rms_adamw" allows.
 
     rates      10^(k/2) for five consecutive k, around `middle`
@@ -26,7 +27,7 @@ from tailopt.optimizers.l2clip import L2Clip
 from tailopt.optional import require
 from tailopt.rules.muon import ADAMW_ON, on_adamw
 
-BETAS = (0.9, 0.95)
+BETAS, SLOW_BETAS = (0.9, 0.95), (0.9, 0.999)
 MOMENTUM = 0.9
 Build = Callable[[torch.nn.Module, float], Sequence[Optimizer]]
 
@@ -75,6 +76,10 @@ class Contender:
 
 def _adamw(model: torch.nn.Module, rate: float) -> Sequence[Optimizer]:
     return [torch.optim.AdamW(model.parameters(), lr=rate, betas=BETAS, weight_decay=0.0)]
+
+
+def _adamw_slow(model: torch.nn.Module, rate: float) -> Sequence[Optimizer]:
+    return [torch.optim.AdamW(model.parameters(), lr=rate, betas=SLOW_BETAS, weight_decay=0.0)]
 
 
 def _sgd(model: torch.nn.Module, rate: float) -> Sequence[Optimizer]:
@@ -170,6 +175,7 @@ CONTENDERS: Mapping[str, Contender] = {
     each.name: each
     for each in (
         Contender("adamw", "torch", _adamw, -5, settings=_BETAS_TEXT),
+        Contender("adamw-0.999", "torch", _adamw_slow, -5, settings="betas 0.9, 0.999"),
         Contender("sgd-momentum", "torch", _sgd, -1, settings="momentum 0.9"),
         Contender("adafactor", "torch", _adafactor, -3),
         Contender("muon", "torch", muon_split, -5, settings="match_rms_adamw; AdamW on embeddings and norms"),

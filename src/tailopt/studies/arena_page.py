@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tailopt.figures.style import PALETTE, pyplot
-from tailopt.studies.arena_results import REFERENCE, ArenaResults, ArenaRow
+from tailopt.studies.arena_results import REFERENCES, ArenaResults, ArenaRow
 from tailopt.studies.plots import legend_below, panels, save
 from tailopt.studies.protocol import LEAST_SEEDS, UNJUDGED
 from tailopt.studies.tables import markdown_table, mean_and_deviation
@@ -41,7 +41,7 @@ def _section(results: ArenaResults, tokens: int, verdicts: bool) -> list[str]:
     if not rows:
         return [title, "", "No optimizer has been run on the reported seeds yet.", ""]
     head = [
-        "optimizer", "rate", "loss", f"more than {REFERENCE}", "state, bytes per parameter", "peak, MB", "seconds",
+        "optimizer", "rate", "loss", "more than AdamW", "state, bytes per parameter", "peak, MB", "seconds",
         "wrong rate",
     ]  # fmt: skip
     body = [_texts(results, row, len(rows) - 1, verdicts) for row in rows]
@@ -49,8 +49,10 @@ def _section(results: ArenaResults, tokens: int, verdicts: bool) -> list[str]:
 
 
 def _texts(results: ArenaResults, row: ArenaRow, comparisons: int, verdicts: bool) -> list[str]:
-    gap = results.less_reference(row, max(1, comparisons)) if verdicts else None
-    between = "–" if row.contender == REFERENCE else "too few seeds" if gap is None else gap.text("{:+.3f}")
+    gap = results.more_than_reference(row, max(1, comparisons)) if verdicts else None
+    between = (
+        "reference" if row is results.reference(row.tokens) else "too few seeds" if gap is None else gap.text("{:+.3f}")
+    )
     return [
         f"**{row.contender}**" if row.ours else row.contender,
         f"{row.rate:.3g}{' (end)' if row.at_end else ''}",
@@ -69,12 +71,12 @@ def _words(results: ArenaResults, rows: Sequence[ArenaRow]) -> list[str]:
     worse: list[str] = []
     open_: list[str] = []
     for row in rows:
-        if row.contender == REFERENCE:
+        if row is results.reference(row.tokens):
             continue
-        gap = results.less_reference(row, max(1, len(rows) - 1))
+        gap = results.more_than_reference(row, max(1, len(rows) - 1))
         group = open_ if gap is None or gap.low <= 0 <= gap.high else better if gap.high < 0 else worse
         group.append(row.contender)
-    said = ((f"Better than {REFERENCE}", better), ("worse", worse), ("cannot tell", open_))
+    said = (("Better than AdamW", better), ("worse", worse), ("cannot tell", open_))
     return ["; ".join(f"{label}: {', '.join(names) or 'none'}" for label, names in said) + "."]
 
 
@@ -91,8 +93,9 @@ def _methods(results: ArenaResults) -> list[str]:
         f"- Five rates each, a factor of root 10 apart, on a seed and on text of their own; then {seeds} seeds of the "
         f"best one: mean ± standard deviation. Ranges were longer by up to {plan['widenings']} rates, for all of a "
         "batch size where the best rate of one was at an end.",
-        f"- More than {REFERENCE}: the mean difference over the seeds with its bootstrap interval of 95 % over all "
-        f"comparisons of a table; fewer than {LEAST_SEEDS} seeds decide nothing.",
+        "- More than AdamW: than the one that did better while tuning, called reference; the mean difference over the "
+        "seeds with its bootstrap interval of 95 % over all comparisons of a table. Fewer than "
+        f"{LEAST_SEEDS} seeds decide nothing.",
         "- State: bytes in the tensors that an optimizer keeps, at most, counters of automatic thresholds included. "
         "Seconds: of training, on a machine that may have had other work; wrong rate: the mean loss that a rate costs "
         "which is too large or too small by a factor of root 10.",
@@ -192,9 +195,9 @@ def _draw_rates(results: ArenaResults, path: Path) -> None:
 
 def _draw_rate_line(axis: Any, results: ArenaResults, name: str, tokens: int, colour: str) -> None:
     by_name = {row.contender: row for row in results.rows if row.tokens == tokens}
-    if REFERENCE in by_name:
-        best = min(loss for _, loss in by_name[REFERENCE].tuned)
-        axis.axhline(best, color=colour, linewidth=0.8, linestyle=(0, (3, 2)))
+    reference = [loss for known in REFERENCES if known in by_name for _, loss in by_name[known].tuned]
+    if reference:
+        axis.axhline(min(reference), color=colour, linewidth=0.8, linestyle=(0, (3, 2)))
     if name in by_name:
         row = by_name[name]
         drawn = [(rate, loss) for rate, loss in row.tuned if math.isfinite(loss)]

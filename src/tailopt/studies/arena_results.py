@@ -13,7 +13,7 @@ from tailopt.studies.arena_training import ArenaRun
 from tailopt.studies.protocol import Interval, difference
 from tailopt.studies.runner import as_json
 
-REFERENCE = "adamw"
+REFERENCES = ("adamw", "adamw-0.999")  # what all others are compared with: the better one while tuning
 
 
 @dataclass(frozen=True)
@@ -129,17 +129,19 @@ class ArenaResults:
         rows = [row for row in self.rows if row.tokens == tokens and row.losses]
         return sorted(rows, key=lambda row: row.loss)
 
-    def less_reference(self, row: ArenaRow, comparisons: int) -> Interval | None:
-        """How much more loss a row has than AdamW, seed by seed; None where there are too few seeds."""
-        reference = next(
-            (r for r in self.rows if (r.contender, r.tokens) == (REFERENCE, row.tokens) and r.losses), None
-        )
+    def reference(self, tokens: int) -> ArenaRow | None:
+        """The AdamW that the others of a batch size are compared with: the one with the better loss while tuning."""
+        rows = [row for row in self.rows if row.contender in REFERENCES and row.tokens == tokens and row.losses]
+        return min(rows, key=lambda row: min(loss for _, loss in row.tuned), default=None)
+
+    def more_than_reference(self, row: ArenaRow, comparisons: int) -> Interval | None:
+        """How much more loss a row has than the reference, seed by seed; None where there are too few seeds."""
+        reference = self.reference(row.tokens)
         if reference is None or reference is row:
             return None
         seeds = sorted(row.losses.keys() & reference.losses.keys())
         # scores are higher where they are better
-        gap = difference([-reference.losses[s] for s in seeds], [-row.losses[s] for s in seeds], comparisons)
-        return gap
+        return difference([-reference.losses[s] for s in seeds], [-row.losses[s] for s in seeds], comparisons)
 
     def as_json(self) -> dict[str, Any]:
         """As results.json has it."""
