@@ -252,10 +252,13 @@ def factor(k: int, steps: int, decays: bool = True) -> float:
 
 
 def set_rates(optimizers: Sequence[Optimizer], rate: float) -> None:
-    """Give all groups a learning rate."""
+    """Give all groups a learning rate; one that is a tensor stays that tensor, for steps that are compiled."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
 
 def modes(optimizers: Sequence[Optimizer], mode: str) -> None:
