@@ -171,7 +171,7 @@ def _apart(rows: Sequence[ArenaRow], least: float) -> list[tuple[ArenaRow, float
 
 def _draw_rates(results: ArenaResults, path: Path) -> None:
     names = [row.contender for row in _once(results.rows)]
-    figure, axes = panels(len(names), width=2.5, height=2.0, extra=0.9)
+    figure, axes = panels(len(names), width=2.5, height=2.1, extra=0.9)
     finite = [loss for row in results.rows for _, loss in row.tuned if math.isfinite(loss)]
     finite = finite or [0.0]
     low, high = min(finite), statistics.quantiles(finite, n=10)[-1] if len(finite) > 1 else max(finite)
@@ -181,10 +181,10 @@ def _draw_rates(results: ArenaResults, path: Path) -> None:
         axis.set_xscale("log")
         axis.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))
         axis.set_title(name, fontsize=8)
+        axis.set_xlabel("learning rate", fontsize=7)
         axis.tick_params(labelsize=7)
         axis.xaxis.set_minor_formatter(pyplot().NullFormatter())
         axis.grid(alpha=0.25, linewidth=0.5)
-    figure.supxlabel("learning rate", fontsize=9)
     figure.supylabel("loss on held-out text, nats per token", fontsize=9)
     legend_below(figure, axes[0], 4)
     figure.suptitle(
