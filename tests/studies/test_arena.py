@@ -17,6 +17,7 @@ from tailopt.studies.arena_training import SIZES, ArenaRun, Setup, batches, deco
 from tailopt.studies.runner import as_json
 from tailopt.studies.study import StudyOptions
 from tailopt.tasks.corpus import load_corpus
+from tests.studies.python_files import python_files
 from tests.studies.unjudged import assert_unjudged
 
 pytest.importorskip("transformers")
@@ -25,11 +26,7 @@ pytest.importorskip("matplotlib")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    made = tmp_path / "texts"
-    made.mkdir()
-    for i in range(120):
-        (made / f"m{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 20, encoding="utf-8")
-    return made
+    return python_files(tmp_path / "texts", 120)
 
 
 @pytest.fixture

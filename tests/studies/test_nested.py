@@ -10,6 +10,7 @@ from tailopt.studies import nested
 from tailopt.studies.arena import PRESETS
 from tailopt.studies.nested import LOCAL_STEPS, NAMES, names_of
 from tailopt.studies.study import StudyOptions
+from tests.studies.python_files import python_files
 from tests.studies.unjudged import assert_unjudged
 
 pytest.importorskip("transformers")
@@ -19,11 +20,7 @@ pytest.importorskip("matplotlib")
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(PRESETS, "small", replace(PRESETS["small"], amounts=((128, 128 * 22),), length=32, evaluated=2))
-    made = tmp_path / "texts"
-    made.mkdir()
-    for i in range(200):
-        (made / f"m{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 20, encoding="utf-8")
-    return str(made)
+    return str(python_files(tmp_path / "texts", 200))
 
 
 def test_a_study_runs_and_a_second_one_goes_on_with_it(folder: str, tmp_path: Path):

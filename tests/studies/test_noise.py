@@ -11,6 +11,7 @@ from tailopt.studies import noise
 from tailopt.studies.arena import PRESETS
 from tailopt.studies.noise import CLIPPED_NORM, KINDS, NoiseRow, corruption, rates_of, report
 from tailopt.studies.study import StudyOptions
+from tests.studies.python_files import python_files
 from tests.studies.unjudged import assert_unjudged
 
 pytest.importorskip("transformers")
@@ -19,11 +20,7 @@ pytest.importorskip("matplotlib")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    made = tmp_path / "texts"
-    made.mkdir()
-    for i in range(120):
-        (made / f"m{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 20, encoding="utf-8")
-    return made
+    return python_files(tmp_path / "texts", 120)
 
 
 def test_shuffled_labels_are_a_tenth_and_the_same_for_every_optimizer():
