@@ -49,7 +49,7 @@ def test_ranges_are_those_of_the_rules_in_use() -> None:
     assert lines == ["- inner sgd: ilr 0.001 to 0.3"]
     yogi = [line for line in ranges_lines(space, ["yogi-sgd"]) if line.startswith("- outer")]
     rules = sum(map(bool, (*space.inner.values(), *space.outer.values())))
-    assert len(yogi) == 1 and len(ranges_lines(space)) == rules - 1, "by default those of the paper's algorithms"
+    assert len(yogi) == 1 and len(ranges_lines(space)) == rules - 2, "by default those of the paper's algorithms"
 
 
 def test_settings_in_a_line_and_means_by_seed() -> None:

@@ -361,3 +361,45 @@ def test_a_task_brings_its_own_loss() -> None:
         tailopt.sweep(TASK, "avg-sgd", loss=squares)
     with pytest.raises(ValueError, match="'nothing' is not what evaluate returned"):
         tailopt.sweep(TASK, "avg-sgd", space={"ilr": [0.1]}, metric="nothing", **OPTIONS)
+
+
+# --- FedProx ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_proximal_term_is_searched_with_the_settings_of_the_algorithm() -> None:
+    space = {"ilr": [0.05, 0.3], "proximal": [0.0, 5.0]}
+    result = tailopt.sweep(TASK, "avg-sgd", space=space, seeds=[3, 4], report_seeds=[7], **OPTIONS)
+    assert result.route.name == "vmap" and len(result.trials) == 8
+    for trial in result.trials:
+        settings = {"ilr": trial.settings["ilr"]}
+        alone = tailopt.sweep(
+            TASK, "avg-sgd", space=[settings], proximal=trial.settings["proximal"], seeds=[trial.seed], report_seeds=0,
+            **OPTIONS,
+        )  # fmt: skip
+        assert trial.value("error") == pytest.approx(alone.trials[0].value("error"), rel=1e-12)
+    errors = {(t.settings["ilr"], t.settings["proximal"]): t.value("error") for t in result.trials if t.seed == 3}
+    assert len(set(errors.values())) == 4  # the term does something
+    assert result.best.settings.keys() == {"ilr", "proximal"}
+    reported = tailopt.sweep(
+        TASK, "avg-sgd", space=[{"ilr": result.best.settings["ilr"]}], proximal=result.best.settings["proximal"],
+        seeds=[7], report_seeds=0, **OPTIONS,
+    )  # fmt: skip
+    assert result.best.report == pytest.approx(reported.trials[0].value("error"), rel=1e-12)
+
+
+def test_a_search_with_a_proximal_term_goes_on_from_its_record(tmp_path) -> None:
+    space = {"ilr": Range(0.01, 0.3), "proximal": Range(0.01, 10.0)}
+    options = {**OPTIONS, "space": space, "seeds": [3], "report_seeds": 0, "run": tmp_path / "sweep"}
+    few = tailopt.sweep(TASK, "avg-sgd", budget=2, **options)
+    more = tailopt.sweep(TASK, "avg-sgd", budget=4, **options)
+    assert [t.settings for t in more.trials][:2] == [t.settings for t in few.trials] and len(more.trials) == 4
+
+
+def test_a_proximal_term_that_cannot_be_searched_is_refused() -> None:
+    space = {"ilr": Range(0.01, 0.3), "proximal": Range(0.01, 10.0)}
+    with pytest.raises(ValueError, match="Invalid proximal: 0.5 is given, and the space has it too"):
+        tailopt.sweep(TASK, "avg-sgd", space=space, proximal=0.5, **OPTIONS)
+    with pytest.raises(ValueError, match="Invalid halving: True, and the space has proximal"):
+        tailopt.sweep(TASK, "avg-sgd", space=space, halving=True, **OPTIONS)
+    with pytest.raises(ValueError, match="Invalid proximal: -1.0; need a finite number of 0 or more"):
+        tailopt.sweep(TASK, "avg-sgd", space=[{"ilr": 0.1, "proximal": -1.0}], **OPTIONS)

@@ -75,3 +75,16 @@ def test_the_loss_is_half_the_mean_squared_error_and_the_model_starts_at_zero() 
     model, (x, y) = task.model(0), task.nodes(0, 2)[0].tensors
     assert task.loss(model, (x, y)).item() == pytest.approx(float((y**2).mean() / 2))
     assert task.evaluate(model, 0)["error"] == pytest.approx(float(task.problem(0).truth.norm()))
+
+
+def test_a_small_alpha_gives_nodes_labels_of_different_sizes():
+    spread = {}
+    for alpha in (0.1, 100.0, float("inf")):
+        task = Synthetic(samples=1000, dimension=12, alpha=alpha)
+        parts = task.parts(0, 5)
+        assert sorted(torch.cat(parts).tolist()) == list(range(1000))
+        means = torch.stack([task.problem(0).y[part].clamp(-10, 10).mean() for part in parts])
+        spread[alpha] = float(means.std())
+    assert spread[0.1] > 5 * spread[100.0]
+    again = Synthetic(samples=1000, dimension=12, alpha=0.1)
+    assert all(torch.equal(a, b) for a, b in zip(again.parts(0, 5), again.parts(0, 5), strict=True))

@@ -13,6 +13,8 @@ from tailopt.arguments import did_you_mean
 from tailopt.cli.overrides import Overrides
 from tailopt.cli.setting_values import parse_value
 from tailopt.studies import (
+    arena,
+    baselines,
     centralised,
     convex,
     curves,
@@ -21,6 +23,8 @@ from tailopt.studies import (
     federated,
     glue,
     gradients,
+    nested,
+    noise,
     overhead,
     pretraining,
     rates,
@@ -31,6 +35,8 @@ from tailopt.studies.study import Study, StudyOptions
 EXAMPLE = """\
   tailopt study failures --quick --out studies/failures"""
 STUDIES: Mapping[str, Study] = {
+    "arena": arena,
+    "baselines": baselines,
     "centralised": centralised,
     "convex": convex,
     "drops": drops,
@@ -39,6 +45,8 @@ STUDIES: Mapping[str, Study] = {
     "curves": curves,
     "federated": federated,
     "gradients": gradients,
+    "nested": nested,
+    "noise": noise,
     "overhead": overhead,
     "pretraining": pretraining,
     "rates": rates,
@@ -47,7 +55,8 @@ STUDIES: Mapping[str, Study] = {
 # option -> its help; a study takes those that its `OPTIONS` names
 OPTIONS: Mapping[str, str] = {
     "task": "one of its tasks, or several with commas, such as MRPC",
-    "preset": "paper, or small: what two cores can do in minutes; of drops: small, or full on a GPU",
+    "preset": "paper, or small: what two cores can do in minutes; of drops: small, or full on a GPU; of arena: small, "
+    "or a size on a GPU",
     "model": "a folder or public name of the model, instead of the preset's",
     "tokenizer": "a folder or public name of the tokenizer, for a model that starts from scratch",
     "data": "a folder or file of the data, instead of the public ones",
@@ -59,6 +68,7 @@ OPTIONS: Mapping[str, str] = {
     "settings": "tune (the default), paper, or the results.json of an earlier study",
     "device": "cpu or cuda; by default a GPU where there is one",
     "precision": "bf16 trains with autocast; fp32 (the default) does not",
+    "minutes": "end before it would take longer; the same command goes on from what was recorded",
 }
 
 
@@ -112,7 +122,7 @@ def options_of(study: Study, arguments: argparse.Namespace) -> StudyOptions:
         if name not in study.OPTIONS:
             takes = ", ".join(f"--{option}" for option in study.OPTIONS) or "no options of its own"
             raise ValueError(f"Unknown option: --{name}; the study {arguments.name} has {takes}.")
-    counts = ("nodes", "seeds", "budget", "batch")
+    counts = ("nodes", "seeds", "budget", "batch", "minutes")
     options: dict[str, Any] = {name: parse_value(text) if name in counts else text for name, text in texts.items()}
     command = command_text(arguments.name, {**texts, **({"quick": None} if arguments.quick else {})})
     return StudyOptions(quick=arguments.quick, progress=not arguments.quiet, command=command, **options)

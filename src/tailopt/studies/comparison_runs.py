@@ -27,7 +27,7 @@ from tailopt.progress import duration
 from tailopt.records import disk
 from tailopt.studies.comparison import AlgorithmResult, Comparison, ComparisonPlan, SeedRun, slug
 from tailopt.studies.runner import digest
-from tailopt.studies.search_spaces import SPACES, Edge, search
+from tailopt.studies.search_spaces import SPACES, Edge, rules_of, search, swept_as
 from tailopt.studies.study import resolve_device
 from tailopt.sweeps.halving import Halving
 from tailopt.sweeps.result import SweepResult
@@ -93,7 +93,7 @@ class _Search:
         plan = self._plan
         result = self._sweep(name, self._space, report=True)
         tuned = plan.settings == "tune"
-        ranges = self._space.ranges(name) if tuned else {}
+        ranges = self._space.ranges_of(*rules_of(name)) if tuned else {}
         fixed = plan.fixed.get(name, {})
         return AlgorithmResult(
             column=self._column,
@@ -114,7 +114,7 @@ class _Search:
         with sharing_programs(self._programs):
             return sweep(
                 self._task,
-                name,
+                swept_as(name),
                 space=points,
                 budget=plan.budget,
                 settings=dict(plan.fixed.get(name, {})),
@@ -133,7 +133,7 @@ class _Search:
         """Where an algorithm is searched, and the tuning seeds; one point and none where its settings are given."""
         plan, column = self._plan, self._column
         if plan.settings == "tune":
-            return space.ranges(name), plan.tuning_seeds
+            return space.ranges_of(*rules_of(name)), plan.tuning_seeds
         if plan.settings == "paper":
             return [dict(paper_settings(name, plan.columns[column].task))], 0
         results = json.loads(Path(plan.settings).read_text(encoding="utf-8"))

@@ -20,6 +20,7 @@ from tailopt.sweeps.space import Range, Space, point_at
 EDGE = 0.05
 WIDENINGS = 2  # how often a range may become wider
 DATA_PARALLEL = "data-parallel"  # what nested training is compared with
+FEDPROX = "fedprox"  # avg-sgd with the proximal term of arXiv 1812.06127, whose factor is searched
 # Ranges end here. With d below u / 1000 a step is that of d = 0, and an eps below 1e-8 is as good as none.
 LIMITS: Mapping[str, tuple[float, float]] = {
     "i_share": (1e-3, 1.0),
@@ -28,11 +29,13 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "oeps": (1e-8, 1.0),
     "momentum": (0.0, 0.99),
     "weight_decay": (1e-6, 1.0),
+    "proximal": (1e-6, 1e3),
 }
 
 _SHARE = Range(1e-3, 1.0)
 _EPS = Range(1e-8, 3e-3)
 _DECAY = Range(5e-5, 0.2)
+_PROXIMAL = {"proximal": Range(1e-3, 10.0)}
 _NESTEROV = {"olr": Range(0.05, 1.5), "momentum": Range(0.3, 0.97, log=False)}
 _REGRESSION_MOVE, _REGRESSION_EPS = Range(1e-3, 0.3), Range(1e-8, 1e-1)
 SPACES: Mapping[str, Space] = {
@@ -85,6 +88,7 @@ SPACES: Mapping[str, Space] = {
         },
         outer={
             "avg": {},
+            "proximal": _PROXIMAL,
             "adagrad": {"olr": Range(3e-3, 0.1), "oeps": Range(3e-6, 1e-2)},
             "rmsprop": {"olr": Range(1e-3, 3e-2), "oeps": Range(3e-6, 1e-2)},
             "adam": {"olr": Range(1e-3, 3e-2), "oeps": Range(3e-6, 1e-2)},
@@ -124,6 +128,7 @@ SPACES: Mapping[str, Space] = {
         },
         outer={
             "avg": {},
+            "proximal": _PROXIMAL,
             "adagrad": {"olr": Range(1e-2, 3.0), "oeps": _REGRESSION_EPS},
             "rmsprop": {"olr": Range(1e-3, 1.0), "oeps": _REGRESSION_EPS},
             "adam": {"olr": Range(1e-3, 1.0), "oeps": _REGRESSION_EPS},
@@ -182,13 +187,24 @@ def search(
 
 
 def rules_of(name: str) -> tuple[str, str]:
-    """The outer and the inner rule of an algorithm, or of plain data-parallel AdamW.
+    """The outer and the inner rule of an algorithm, of plain data-parallel AdamW, or of FedProx, as spaces have them.
 
     Examples:
-        >>> rules_of("bi2clip"), rules_of(DATA_PARALLEL)
-        (('biclip', 'biclip'), ('avg', 'adamw'))
+        >>> rules_of("bi2clip"), rules_of(DATA_PARALLEL), rules_of(FEDPROX)
+        (('biclip', 'biclip'), ('avg', 'adamw'), ('proximal', 'sgd'))
     """
-    return ("avg", "adamw") if name == DATA_PARALLEL else rule_names(name)
+    named = {DATA_PARALLEL: ("avg", "adamw"), FEDPROX: ("proximal", "sgd")}
+    return named[name] if name in named else rule_names(name)
+
+
+def swept_as(name: str) -> str:
+    """The algorithm that a sweep trains.
+
+    Examples:
+        >>> swept_as("bi2clip"), swept_as(FEDPROX)
+        ('bi2clip', 'avg-sgd')
+    """
+    return "avg-sgd" if name == FEDPROX else name
 
 
 def edges(space: Space, name: str, settings: Mapping[str, float]) -> list[Edge]:

@@ -6,13 +6,14 @@ figures into a folder; what the folder already holds is not run again.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from tailopt.arguments import check_choice
+from tailopt.arguments import check_choice, is_number
 from tailopt.engines.sequential import PRECISIONS
 
 
@@ -33,6 +34,7 @@ class StudyOptions:
         settings: "tune", "paper", or the results.json of an earlier study.
         device: None is a GPU where there is one.
         precision: "bf16" trains with autocast; "fp32" and None do not.
+        minutes: the study ends before it would take longer, and the same command goes on; None for no limit.
         command: how the study was started, for its report; empty where it was called from Python.
 
     Examples:
@@ -56,6 +58,7 @@ class StudyOptions:
     settings: str | None = None
     device: str | None = None
     precision: str | None = None
+    minutes: float | None = None
     command: str = ""
 
     def __post_init__(self) -> None:
@@ -63,6 +66,8 @@ class StudyOptions:
             count = getattr(self, name)
             if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
                 raise ValueError(f"Invalid {name}: got {count!r}; need a whole number, 1 or more.")
+        if self.minutes is not None and not (is_number(self.minutes) and 0 < self.minutes < math.inf):
+            raise ValueError(f"Invalid minutes: got {self.minutes!r}; need a number above 0, or leave it out.")
         check_choice("precision", self.precision, tuple(PRECISIONS))
         if self.settings not in (None, "tune", "paper") and not Path(str(self.settings)).is_file():
             raise ValueError(

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tailopt.algorithms import ALGORITHMS, rule_names
+from tailopt.algorithms import ALGORITHMS
 from tailopt.studies.comparison import Comparison, ComparisonPlan
 from tailopt.studies.protocol import Claim, claim_lines
-from tailopt.studies.search_spaces import SPACES
+from tailopt.studies.search_spaces import SPACES, rules_of
 from tailopt.sweeps.result import BUDGETS
 from tailopt.sweeps.space import Space
 
@@ -83,7 +83,7 @@ def page(title: str, body: Sequence[str], claims: Sequence[Claim] | None) -> str
 
 def ranges_lines(space: Space, algorithms: Sequence[str] | None = None) -> list[str]:
     """The ranges of a search space, one line per rule; of the algorithms named, or of the paper's."""
-    pairs = [rule_names(name) for name in algorithms or ALGORITHMS]
+    pairs = [rules_of(name) for name in algorithms or ALGORITHMS]
     lines = []
     for side, table, used in (
         ("inner", space.inner, {inner for _, inner in pairs}),
@@ -217,7 +217,7 @@ def ranges_section(results: Comparison) -> list[str]:
     ]
     wider: dict[str, list[str]] = {}
     for cell in results.cells:
-        first = space.ranges(cell.algorithm)
+        first = space.ranges_of(*rules_of(cell.algorithm))
         texts = [
             f"{cell.algorithm} {key} {low:g} to {high:g}"
             for key, (low, high) in cell.ranges.items()

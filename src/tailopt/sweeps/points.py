@@ -6,6 +6,8 @@
     space={"i_move": Range(1e-5, 1e-3), "i_u": Range(1e-4, 1e-2), "i_share": Range(0.03, 1.0)}
     space=[{"ilr": 0.1, ...}, {"ilr": 0.3, ...}]             these points
 
+    space={"ilr": Range(1e-3, 1.0), "proximal": Range(1e-3, 10.0)}   FedProx: an argument of the run is searched too
+
 `i_move` and `i_share` stand for ilr = i_move / i_u and i_d = i_share * i_u, and likewise with o (`sweeps.space`). The
 n-th point depends on the space and the seed alone: a larger budget adds points and keeps those that it had.
 """
@@ -25,6 +27,7 @@ from tailopt.algorithms import algorithm as named_algorithm
 from tailopt.arguments import is_number, whole_number
 from tailopt.paper.grids import Lower, Which, linspace
 from tailopt.paper.grids import points as paper_points
+from tailopt.rounds.proximal import checked_proximal
 from tailopt.seeds import derive_seed, generator
 from tailopt.sweeps.space import Range, settings_at
 
@@ -32,6 +35,7 @@ Settings: TypeAlias = dict[str, Any]
 Dimension: TypeAlias = Range | Lower | Sequence[Any] | Mapping[str, Any] | float | str
 SpaceLike: TypeAlias = str | Mapping[str, Dimension] | Sequence[Mapping[str, Any]]
 
+RUN_ARGUMENTS = ("proximal",)  # what a space may have beside the settings of the algorithm
 SOBOL_DRAWS = 64  # Sobol points that are looked at for each one that is kept, before the space counts as empty
 
 
@@ -145,7 +149,18 @@ def check_settings(algorithm: str, points: Sequence[Mapping[str, Any]], fixed: M
                 f"Invalid settings: {', '.join(both)} is fixed at {fixed[both[0]]!r} and in the space as well. Leave "
                 "it out of one of the two."
             )
-        named_algorithm(algorithm, **fixed, **point)
+        named_algorithm(algorithm, **algorithm_settings({**fixed, **point}))
+        checked_proximal(point.get("proximal", 0.0))
+
+
+def algorithm_settings(point: Mapping[str, Any]) -> Settings:
+    """Return the settings of the algorithm in a point, without arguments of the run.
+
+    Examples:
+        >>> algorithm_settings({"ilr": 0.1, "proximal": 0.01})
+        {'ilr': 0.1}
+    """
+    return {key: value for key, value in point.items() if key not in RUN_ARGUMENTS}
 
 
 def _space(algorithm: str, space: SpaceLike, fixed: Settings) -> tuple[dict[str, Dimension], list[Settings] | None]:

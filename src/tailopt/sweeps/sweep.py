@@ -93,7 +93,8 @@ def sweep(
         algorithm: its name.
         space: "paper", the paper's grid of this algorithm; a mapping from settings to lists of values or to
             `tailopt.sweeps.Range`; or a list of points. A mapping with a range gives Sobol points, one of lists a grid.
-            Points whose d exceeds u are dropped, with a warning.
+            Points whose d exceeds u are dropped, with a warning. Beside settings of the algorithm a space may have
+            "proximal", the mu of FedProx.
         grid: instead of `space`: all points of a grid, whatever the budget.
         budget: how many points; part of a grid is drawn at random. None for all of it.
         sampler: "sobol", or "optuna", which proposes the points of a mapping by what earlier ones did, 16 at a time.
@@ -143,11 +144,13 @@ def sweep(
     check_flags(resume=resume, progress=progress, curves=curves)
     check_counts(**{k: v for k, v in {"batch": batch, "memory_limit": memory_limit}.items() if v is not None})
     tuning_seeds, fresh_seeds = tuning_and_fresh_seeds(seeds, report_seeds)
+    chosen_space = space if grid is None else grid
+    _check_proximal(chosen_space, proximal, halving)
     plan = Plan(
         tuning=tuning,
         reporting=reporting,
         algorithm=canonical_name(algorithm),
-        space=space if grid is None else grid,
+        space=chosen_space,
         budget=budget if grid is None else None,
         sampler=sampler,
         settings=dict(settings or {}),
@@ -164,6 +167,22 @@ def sweep(
     finally:
         if folder is not None:
             folder.close()
+
+
+def _check_proximal(space: SpaceLike, proximal: float | None, halving: bool | float) -> None:
+    """Refuse a proximal term that is given twice, or searched with halving, which compares points side by side."""
+    points = [space] if isinstance(space, Mapping) else [] if isinstance(space, str) else space
+    if not any(isinstance(point, Mapping) and "proximal" in point for point in points):
+        return
+    if proximal is not None:
+        raise ValueError(
+            f"Invalid proximal: {proximal!r} is given, and the space has it too. Leave out one of the two."
+        )
+    if halving:
+        raise ValueError(
+            f"Invalid halving: {halving!r}, and the space has proximal; halving compares points that run side by side, "
+            "and points with other proximal terms do not. Leave halving out."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ from tailopt.engines.simulate import restoring_global_rng
 from tailopt.evaluation import evaluating
 from tailopt.seeds import derive_seed
 from tailopt.sweeps.halving import Halving
+from tailopt.sweeps.points import algorithm_settings
 from tailopt.sweeps.problem import Problem
 from tailopt.sweeps.trials import Rung, Trial
 
@@ -93,6 +94,7 @@ class Trainer:
         self._evaluated: dict[int, torch.nn.Module] = {}  # by position of the seed: where weights are put to evaluate
         self._algorithms: dict[int, Algorithm] = {}  # by number of the point
         self._refused = ""  # why points run one after another; empty while they may run side by side
+        self._proximal: float | None = None  # of the points that train now, where the space has it
         self._at_once = 0  # how many points of a batch may run side by side
         halving = job.halving
         self._stages = (*(halving.rungs if halving is not None else ()), problem.rounds)  # where points may end
@@ -108,8 +110,9 @@ class Trainer:
         algorithms = [self._algorithm(point) for point in points]
         if self.job.engine == "auto" and (reason := why_one_after_another(algorithms)):
             self._refused = reason
-        key = stacking_key(algorithms[0])
-        alike = [a for a in algorithms if stacking_key(a) == key]
+        keys = [self._stacking_key(point) for point in points]
+        alike = [a for a, key in zip(algorithms, keys, strict=True) if key == keys[0]]
+        self._proximal = points[0][1].get("proximal")
         if not self._is_sequential:
             task = self._task(alike[0].inner_state, range(len(self._models)), self.job.problem.rounds)
             try:
@@ -125,8 +128,8 @@ class Trainer:
         self._at_once = min(at_once or len(points), len(points))
         algorithms = [self._algorithm(point) for point in points]
         groups: dict[Any, list[int]] = {}
-        for position, one in enumerate(algorithms):
-            groups.setdefault(stacking_key(one), []).append(position)
+        for position, point in enumerate(points):
+            groups.setdefault(self._stacking_key(point), []).append(position)
         found: dict[int, list[Trial]] = {}
         routes: list[Route] = []
         batch = len(points)
@@ -134,6 +137,7 @@ class Trainer:
             warnings.simplefilter("always")
             for positions in groups.values():
                 chosen = [points[i] for i in positions]
+                self._proximal = chosen[0][1].get("proximal")
                 trials, route, fitted = self._train_alike(chosen, [algorithms[i] for i in positions])
                 found |= dict(zip(positions, trials, strict=True))
                 routes.append(route)
@@ -155,8 +159,12 @@ class Trainer:
     def _algorithm(self, point: NumberedPoint) -> Algorithm:
         number, settings = point
         if number not in self._algorithms:
-            self._algorithms[number] = named_algorithm(self.job.algorithm, **settings)
+            self._algorithms[number] = named_algorithm(self.job.algorithm, **algorithm_settings(settings))
         return self._algorithms[number]
+
+    def _stacking_key(self, point: NumberedPoint) -> Any:
+        """Return what points must have in common to train side by side."""
+        return stacking_key(self._algorithm(point)), point[1].get("proximal")
 
     def _train_alike(
         self, points: Sequence[NumberedPoint], algorithms: Sequence[Algorithm]
@@ -257,6 +265,8 @@ class Trainer:
         replicas = tuple(
             problem.replica(self.job.seeds[r], self._models[r], self._sources[r], inner_state, rounds) for r in which
         )
+        if self._proximal is not None:
+            replicas = tuple(replace(r, policy=replace(r.policy, proximal=self._proximal)) for r in replicas)
         return Configurations(
             replicas=replicas,
             loss=problem.loss,

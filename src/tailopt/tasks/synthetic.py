@@ -10,6 +10,7 @@ to it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,10 +20,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from tailopt.seeds import generator
-from tailopt.splits.partitions import iid
+from tailopt.splits.partitions import dirichlet, iid
 from tailopt.tasks.task import Defaults
 
 FEATURES = ("syntoken", "gaussian")
+TENTHS = 10  # classes of labels
 NOISES = ("none", "gaussian", "student-t", "cauchy")
 
 
@@ -51,6 +53,8 @@ class Synthetic:
         df: degrees of freedom of Student's t.
         samples: rows of the data, dealt to the nodes.
         dimension: coordinates of the weights.
+        alpha: how evenly samples are dealt: the shares of the nodes in every tenth of the labels, sorted by size, are
+            drawn from a Dirichlet distribution with alpha, so that nodes have labels of different sizes; inf is IID.
         dtype: of the data and the weights.
 
     Examples:
@@ -66,6 +70,7 @@ class Synthetic:
     df: float = 1.5
     samples: int = 5000
     dimension: int = 100
+    alpha: float = math.inf
     dtype: torch.dtype = torch.float32
     defaults: Defaults = Defaults(nodes=10, rounds=60, local_steps=5, batch_size=32, metric="error")
 
@@ -87,13 +92,16 @@ class Synthetic:
         return model
 
     def nodes(self, seed: int, n: int) -> list[Dataset[tuple[Tensor, ...]]]:
-        """The samples, dealt out at random."""
+        """The samples, dealt out at random, or by their labels."""
         problem = self.problem(seed)
         return [TensorDataset(problem.x[part], problem.y[part]) for part in self.parts(seed, n)]
 
     def parts(self, seed: int, n: int) -> list[Tensor]:
         """Return the sample numbers of every node."""
-        return iid(self.samples, n, seed)
+        if self.alpha == math.inf:
+            return iid(self.samples, n, seed)
+        tenths = self.problem(seed).y.argsort().argsort() * TENTHS // self.samples
+        return dirichlet(tenths, n, self.alpha, seed=seed, at_least=1)
 
     def loss(self, model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Half the mean squared error."""
