@@ -467,8 +467,8 @@ def test_only_the_vectorized_engine_is_named_in_the_folder(tmp_path: Path) -> No
     for engine in ("auto", "sequential", "vectorized"):
         run(given, algorithm("avg-sgd"), engine, rounds=1, run=tmp_path / engine)
     configs = {engine: Run.open(tmp_path / engine).config for engine in ("auto", "sequential", "vectorized")}
-    assert configs["auto"] == configs["sequential"] and "engine" not in configs["auto"]
-    assert configs["vectorized"].pop("engine") == "vectorized" and configs["vectorized"] == configs["auto"]
+    assert configs["auto"] == configs["sequential"] and "engine" not in configs["auto"]["run"]
+    assert configs["vectorized"]["run"].pop("engine") == "vectorized" and configs["vectorized"] == configs["auto"]
 
 
 def test_auto_is_sequential_to_the_bit() -> None:

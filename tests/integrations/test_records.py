@@ -166,7 +166,7 @@ def test_a_private_run_is_resumed_with_the_same_privacy_alone(tmp_path: Path) ->
     algo, folder = algorithm("avg-sgd"), tmp_path / "run"
     options: dict[str, Any] = {"run": folder, "resume": True}
     federated(algo, linear(algo), rounds=1, model=nn.Linear(6, 1), privacy=Privacy(100.0, 2.0), **options)
-    assert Run.open(folder).config["privacy"] == {"clip": 100.0, "noise": 2.0}
+    assert Run.open(folder).config["run"]["privacy"] == {"clip": 100.0, "noise": 2.0}
     for other in (Privacy(100.0, 1.0), Privacy(50.0, 2.0), None):
         with pytest.raises(ValueError, match="cannot be resumed with another privacy"):
             federated(algo, linear(algo), rounds=2, model=nn.Linear(6, 1), privacy=other, **options)

@@ -44,7 +44,7 @@ def command(arguments: argparse.Namespace, overrides: Overrides) -> int:
             f"{run.path} names no task, so it cannot be replayed. Runs of `tailopt train` name one; a federation does "
             "with `describe`."
         )
-    if "privacy" in run.config:
+    if "privacy" in run.config.get("run", {}):
         raise ValueError(f"{run.path} is a private run, which cannot be replayed: its noise was drawn anew.")
     named = [] if arguments.task is None else [("task", arguments.task)]
     chosen = resolve(apply_overrides(sections(run.config, of_a_run=True), named))
