@@ -34,7 +34,7 @@ def test_it_is_what_the_library_finds(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["diagnose", *TASK, "--noise", "gaussian", "--seed", "4", "--batches", "200"]) == 0
     found = expected(task("syntoken", noise="gaussian").model(4), 200)
     out = capsys.readouterr().out
-    assert found.advice in out and found.finding == "light"
+    assert found.advice in out and found.finding == "cannot tell"  # most words are too rare: 19 coordinates are left
     assert out.startswith("syntoken, 200 batches of 8 at the initial weights\ntensor  elements  index")
     assert out.endswith("\nwrote nothing; --figure FILE.png draws it\n") and "passes over the data" not in out
 

@@ -48,7 +48,10 @@ def in_sections(config: Mapping[str, Any]) -> dict[str, Any]:
         algorithm = {"outer": rest.pop("outer"), "inner": rest.pop("inner")}
     else:
         return rest
-    task = {"task": rest.pop("task")} if isinstance(rest.get("task"), Mapping) else {}
+    task = {}
+    if isinstance(rest.get("task"), Mapping | str):  # a program may describe its task by a word
+        described = rest.pop("task")
+        task = {"task": {"name": described} if isinstance(described, str) else described}
     settings = rest.pop("settings", None)
     algorithm |= settings if isinstance(settings, Mapping) else {}
     algorithm |= {key: rest.pop(key) for key in OF_THE_ALGORITHM if key in rest}

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tailopt.figures.style import PALETTE, pyplot
+from tailopt.figures.labels import dash_legend, named, plain_ticks
+from tailopt.figures.style import PALETTE
 from tailopt.studies.arena_results import REFERENCES, ArenaResults, ArenaRow
-from tailopt.studies.plots import legend_below, panels, save
+from tailopt.studies.plots import finish, panels
 from tailopt.studies.protocol import LEAST_SEEDS, UNJUDGED
 from tailopt.studies.tables import markdown_table, mean_and_deviation
 
@@ -130,7 +131,7 @@ def draw(results: ArenaResults, out: Path) -> None:
 
 
 def _draw_memory(results: ArenaResults, path: Path) -> None:
-    figure, axes = panels(len(results.batch_sizes), width=5.2, height=4.6, extra=0.8, least_width=7.0)
+    figure, axes = panels(len(results.batch_sizes), columns=2, height=4.6)
     for axis, tokens in zip(axes, results.batch_sizes, strict=True):
         rows = [row for row in results.ranked(tokens) if math.isfinite(row.loss)]
         for row in rows:
@@ -145,19 +146,13 @@ def _draw_memory(results: ArenaResults, path: Path) -> None:
                 fontsize=7, color=OURS if row.ours else OTHERS, va="center",
                 arrowprops={"arrowstyle": "-", "linewidth": 0.4, "color": "#999999"},
             )  # fmt: skip
-        axis.set(
-            title=f"{tokens:,} tokens per step",
-            xlabel="optimizer state, bytes per parameter",
-            ylabel="loss, nats per token",
-        )
+        named(axis, f"{tokens:,} tokens per step")
+        axis.set(xlabel="optimizer state, bytes per parameter", ylabel="loss, nats per token")
         axis.set_xlim(-0.5, max([row.bytes_per_parameter for row in rows], default=8.0) + 3.2)
         axis.grid(alpha=0.25, linewidth=0.5)
     seeds = len(results.plan["seeds"])
-    figure.suptitle(
-        f"{results.plan['size']} parameters from scratch: mean of {seeds} seeds and their range; red: this library's",
-        fontsize=10,
-    )
-    save(figure, path)
+    title = f"{results.plan['size']} parameters from scratch: mean and range of {seeds} seeds; red: this library's"
+    finish(figure, title, path)
 
 
 def _apart(rows: Sequence[ArenaRow], least: float) -> list[tuple[ArenaRow, float]]:
@@ -171,7 +166,7 @@ def _apart(rows: Sequence[ArenaRow], least: float) -> list[tuple[ArenaRow, float
 
 def _draw_rates(results: ArenaResults, path: Path) -> None:
     names = [row.contender for row in _once(results.rows)]
-    figure, axes = panels(len(names), width=2.5, height=2.1, extra=0.9)
+    figure, axes = panels(len(names), columns=4, height=2.1)
     finite = [loss for row in results.rows for _, loss in row.tuned if math.isfinite(loss)]
     finite = finite or [0.0]
     low, high = min(finite), statistics.quantiles(finite, n=10)[-1] if len(finite) > 1 else max(finite)
@@ -180,17 +175,14 @@ def _draw_rates(results: ArenaResults, path: Path) -> None:
             _draw_rate_line(axis, results, name, tokens, PALETTE[colour])
         axis.set_xscale("log")
         axis.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))
-        axis.set_title(name, fontsize=8)
+        named(axis, name)
         axis.set_xlabel("learning rate", fontsize=7)
         axis.tick_params(labelsize=7)
-        axis.xaxis.set_minor_formatter(pyplot().NullFormatter())
+        plain_ticks(axis.xaxis)
         axis.grid(alpha=0.25, linewidth=0.5)
     figure.supylabel("loss on held-out text, nats per token", fontsize=9)
-    legend_below(figure, axes[0], 4)
-    figure.suptitle(
-        "Loss by learning rate, one tuning seed; dashed: the best AdamW; a ring: what is reported", fontsize=9
-    )
-    save(figure, path)
+    dash_legend(figure, axes)
+    finish(figure, "Loss by learning rate, one tuning seed; dashed: the best AdamW; a ring: what is reported", path)
 
 
 def _draw_rate_line(axis: Any, results: ArenaResults, name: str, tokens: int, colour: str) -> None:

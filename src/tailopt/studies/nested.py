@@ -25,6 +25,7 @@ from torch.utils.data import TensorDataset
 
 from tailopt.algorithms import algorithm
 from tailopt.engines.simulate import simulate
+from tailopt.figures.labels import named
 from tailopt.figures.style import PALETTE
 from tailopt.progress import Progress
 from tailopt.rounds.settle import EveryoneExcluded
@@ -33,7 +34,7 @@ from tailopt.seeds import generator
 from tailopt.studies.arena import PRESETS, TUNING_SEED, ArenaPlan
 from tailopt.studies.arena_optimizers import CONTENDERS
 from tailopt.studies.arena_training import LAST, SIZES, WARM_UP, Setup, decoder, evaluate, loss_of, train
-from tailopt.studies.plots import legend_below, panels, save
+from tailopt.studies.plots import finish, panels
 from tailopt.studies.protocol import LEAST_SEEDS, UNJUDGED
 from tailopt.studies.runner import RECORD, Grid, as_json, write_results
 from tailopt.studies.search_spaces import SPACES, rules_of
@@ -273,7 +274,7 @@ def report(plan: ArenaPlan, rows: Sequence[NestedRow], data: str, budget: int, l
 def draw(rows: Sequence[NestedRow], path: Path) -> None:
     """Loss against bytes sent, a panel for each number of nodes."""
     counts = list(dict.fromkeys(row.nodes for row in rows))
-    figure, axes = panels(len(counts), width=4.4, height=3.6, extra=1.1, least_width=7.0)
+    figure, axes = panels(len(counts), columns=2, height=4.2)
     colours, markers = list(PALETTE.values()), "osD^v<>PX"
     for axis, nodes in zip(axes, counts, strict=True):
         for row in (row for row in rows if row.nodes == nodes):
@@ -283,7 +284,10 @@ def draw(rows: Sequence[NestedRow], path: Path) -> None:
             axis.errorbar(
                 row.sent / 1e6, mean, yerr=spread, fmt=markers[i], color=colours[i % len(colours)], label=row.name
             )
-        axis.set(title=f"{nodes} nodes", xlabel="sent by a node, MB", ylabel="loss, nats per token", xscale="log")
+        named(axis, f"{nodes} nodes")
+        axis.set(xlabel="sent by a node, MB", ylabel="loss, nats per token", xscale="log")
         axis.grid(alpha=0.25, linewidth=0.5)
-    legend_below(figure, axes[0], 3)
-    save(figure, path)
+    # points, not lines: their markers belong into the legend
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    finish(figure, "Nested training from scratch: loss by bytes sent, mean of the seeds and their range", path)

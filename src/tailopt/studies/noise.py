@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tailopt.figures.labels import name_line_ends, named
 from tailopt.figures.style import PALETTE
 from tailopt.progress import Progress
 from tailopt.seeds import generator
 from tailopt.studies.arena import PRESETS, ArenaPlan
 from tailopt.studies.arena_optimizers import CONTENDERS, contenders_named
 from tailopt.studies.arena_training import ArenaRun, Corruption, train
-from tailopt.studies.plots import legend_below, panels, save
+from tailopt.studies.plots import finish, panels
 from tailopt.studies.protocol import LEAST_SEEDS, UNJUDGED
 from tailopt.studies.runner import RECORD, Grid, as_json, write_results
 from tailopt.studies.shared_cells import OutOfTime, TimeLimit, run_shared
@@ -227,7 +228,7 @@ def report(plan: ArenaPlan, rows: Sequence[NoiseRow], left: str, quick: bool) ->
 
 def draw(rows: Sequence[NoiseRow], steps: int, path: Path) -> None:
     """The loss by step, a panel for each kind of data."""
-    figure, axes = panels(len(KINDS), width=3.8, height=3.4, extra=0.9)
+    figure, axes = panels(len(KINDS), height=3.4)
     colours = list(PALETTE.values())
     names = list(dict.fromkeys(row.optimizer for row in rows))
     for axis, kind in zip(axes, KINDS, strict=True):
@@ -239,7 +240,8 @@ def draw(rows: Sequence[NoiseRow], steps: int, path: Path) -> None:
             axis.plot(
                 *([point[i] for point in drawn] for i in (0, 1)), color=colour, label=row.optimizer, linewidth=1.3
             )
-        axis.set(title=kind, xlabel="step", ylabel="loss on clean text, nats per token")
+        named(axis, kind)
+        axis.set(xlabel="step", ylabel="loss on clean text, nats per token")
         axis.grid(alpha=0.25, linewidth=0.5)
-    legend_below(figure, axes[0], 3)
-    save(figure, path)
+    name_line_ends(axes)
+    finish(figure, "A decoder from scratch, where a part of its data is wrong: mean of the seeds", path)

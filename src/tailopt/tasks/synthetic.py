@@ -10,7 +10,6 @@ to it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -54,7 +53,7 @@ class Synthetic:
         samples: rows of the data, dealt to the nodes.
         dimension: coordinates of the weights.
         alpha: how evenly samples are dealt: the shares of the nodes in every tenth of the labels, sorted by size, are
-            drawn from a Dirichlet distribution with alpha, so that nodes have labels of different sizes; inf is IID.
+            drawn from a Dirichlet distribution with alpha, so that nodes have labels of different sizes. None: IID.
         dtype: of the data and the weights.
 
     Examples:
@@ -70,7 +69,7 @@ class Synthetic:
     df: float = 1.5
     samples: int = 5000
     dimension: int = 100
-    alpha: float = math.inf
+    alpha: float | None = None
     dtype: torch.dtype = torch.float32
     defaults: Defaults = Defaults(nodes=10, rounds=60, local_steps=5, batch_size=32, metric="error")
 
@@ -98,7 +97,7 @@ class Synthetic:
 
     def parts(self, seed: int, n: int) -> list[Tensor]:
         """Return the sample numbers of every node."""
-        if self.alpha == math.inf:
+        if self.alpha is None:
             return iid(self.samples, n, seed)
         tenths = self.problem(seed).y.argsort().argsort() * TENTHS // self.samples
         return dirichlet(tenths, n, self.alpha, seed=seed, at_least=1)
