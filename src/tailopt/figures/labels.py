@@ -107,10 +107,12 @@ def dash_legend(figure: Any, axes: Sequence[Any], columns: int = 4) -> None:
     )  # fmt: skip
 
 
-def plain_ticks(axis: Any) -> None:
+def plain_ticks(axis: Any, narrow: bool = False) -> None:
     """Write plain numbers at the ticks of a logarithmic x or y axis: 1, 2 and 5 of every decade if there are few.
 
-    axis: axes.xaxis or axes.yaxis, with its limits.
+    Args:
+        axis: axes.xaxis or axes.yaxis, with its limits.
+        narrow: whether there is room for a few numbers only.
     """
     plt = pyplot()
     low, high = sorted(axis.get_view_interval())
@@ -118,7 +120,7 @@ def plain_ticks(axis: Any) -> None:
     if decades < 0.7:
         axis.set_major_locator(plt.MaxNLocator(5, steps=[1, 2, 5, 10]))
     else:
-        subs = (1, 2, 3, 5) if decades < 1.5 else (1, 2, 5) if decades < 2.5 else (1,)
+        subs = (1, 2, 3, 5) if decades < 1.5 else (1, 2, 5) if decades < 2.5 and not narrow else (1,)
         axis.set_major_locator(plt.LogLocator(subs=subs, numticks=8))
     axis.set_major_formatter(plt.FuncFormatter(lambda value, _: plain_number(value)))
     axis.set_minor_formatter(plt.NullFormatter())

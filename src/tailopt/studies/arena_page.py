@@ -178,7 +178,7 @@ def _draw_rates(results: ArenaResults, path: Path) -> None:
         named(axis, name)
         axis.set_xlabel("learning rate", fontsize=7)
         axis.tick_params(labelsize=7)
-        plain_ticks(axis.xaxis)
+        plain_ticks(axis.xaxis, narrow=True)
         axis.grid(alpha=0.25, linewidth=0.5)
     figure.supylabel("loss on held-out text, nats per token", fontsize=9)
     dash_legend(figure, axes)
