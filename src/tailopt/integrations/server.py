@@ -24,18 +24,9 @@ from tailopt.integrations.privacy import Privacy
 from tailopt.rounds.hyperparameters import AlgorithmHyperparameters
 
 REPORTING = ("evaluate", "evaluate_every", "checkpoint_every", "keep", "loggers", "progress")
-# of the rounds; a simulation has more: it loses contributions, counts gradients, and knows the clients' data
-OF_ROUNDS = (
-    "participation",
-    "participants",
-    "sampling",
-    "proximal",
-    "projection",
-    "average",
-    "guard",
-    "aggregate",
-    "seed",
-)
+# options of rounds that only a simulation has, or that are decided elsewhere
+NOT_HERE = {"rounds", "inner_state", "drops", "on_drop", "local_epochs", "lost"}
+OF_ROUNDS = sorted({field.name for field in dataclasses.fields(FederatedPolicy) if field.init} - NOT_HERE)
 
 
 class FederationServer:
