@@ -143,15 +143,9 @@ class NestedOptimizer(Optimizer):
             seed=seed,
         )
         options = RecordOptions(
-            folder=run,
-            resume=resume,
-            checkpoint_every=checkpoint_every,
-            keep=keep,
-            extra=extra,
-            describe=describe or {},
-            statistics=statistics,
-            loggers=loggers,
-        )
+            folder=run, resume=resume, checkpoint_every=checkpoint_every, keep=keep, extra=extra,
+            describe=describe or {}, statistics=statistics, loggers=loggers,
+        )  # fmt: skip
         check_flags(exact=exact)
         check_weight(weight, dist.get_rank() if dist.is_initialized() else 0)
         require_process_group()

@@ -294,7 +294,7 @@ class Federation(Sequential):
         if auto_thresholds is None:
             return None
         if reply.thresholds is None:
-            raise ValueError("its reply has no statistics of its gradients")
+            raise ValueError(f"its reply has no statistics of its gradients, and the {n_params} tensors need them")
         wanted = auto_thresholds.recorder(n_params).statistics()
         return checked_statistics([*map(statistics_from_plain, reply.thresholds)], wanted, self._steps_of_round)
 

@@ -106,6 +106,26 @@ def exceeds(settings: Mapping[str, Any]) -> bool:
     return any(is_number(d) and is_number(u) and d > u for d, u in pairs)
 
 
+def checked_proximal_space(space: SpaceLike, proximal: float | None, halving: bool | float) -> SpaceLike:
+    """Return the space; refuse a proximal term that is given twice, or searched with halving.
+
+    Halving compares points that run side by side, and points with different proximal terms do not.
+    """
+    points = [space] if isinstance(space, Mapping) else [] if isinstance(space, str) else space
+    if not any(isinstance(point, Mapping) and "proximal" in point for point in points):
+        return space
+    if proximal is not None:
+        raise ValueError(
+            f"Invalid proximal: {proximal!r} is given, and the space has it too. Leave out one of the two."
+        )
+    if halving:
+        raise ValueError(
+            f"Invalid halving: {halving!r}, and the space has proximal; halving compares points that run side by side, "
+            "and points with other proximal terms do not. Leave halving out."
+        )
+    return space
+
+
 def dimensions_of(space: SpaceLike) -> dict[str, Range | list[Any]]:
     """Return the settings of a space that is a mapping, each with its interval or its values.
 

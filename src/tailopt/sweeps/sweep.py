@@ -23,7 +23,7 @@ from tailopt.rounds.participants import Chooser
 from tailopt.sweeps.executors import EXECUTORS, Executor, make_executor
 from tailopt.sweeps.halving import Halving
 from tailopt.sweeps.optuna_points import GENERATION, OptunaPoints
-from tailopt.sweeps.points import SpaceLike, check_settings, describe, sweep_points
+from tailopt.sweeps.points import SpaceLike, check_settings, checked_proximal_space, describe, sweep_points
 from tailopt.sweeps.problem import Problem, problems
 from tailopt.sweeps.result import SweepResult, rank
 from tailopt.sweeps.sweep_progress import SweepProgress
@@ -144,13 +144,11 @@ def sweep(
     check_flags(resume=resume, progress=progress, curves=curves)
     check_counts(**{k: v for k, v in {"batch": batch, "memory_limit": memory_limit}.items() if v is not None})
     tuning_seeds, fresh_seeds = tuning_and_fresh_seeds(seeds, report_seeds)
-    chosen_space = space if grid is None else grid
-    _check_proximal(chosen_space, proximal, halving)
     plan = Plan(
         tuning=tuning,
         reporting=reporting,
         algorithm=canonical_name(algorithm),
-        space=chosen_space,
+        space=checked_proximal_space(space if grid is None else grid, proximal, halving),
         budget=budget if grid is None else None,
         sampler=sampler,
         settings=dict(settings or {}),
@@ -167,22 +165,6 @@ def sweep(
     finally:
         if folder is not None:
             folder.close()
-
-
-def _check_proximal(space: SpaceLike, proximal: float | None, halving: bool | float) -> None:
-    """Refuse a proximal term that is given twice, or searched with halving, which compares points side by side."""
-    points = [space] if isinstance(space, Mapping) else [] if isinstance(space, str) else space
-    if not any(isinstance(point, Mapping) and "proximal" in point for point in points):
-        return
-    if proximal is not None:
-        raise ValueError(
-            f"Invalid proximal: {proximal!r} is given, and the space has it too. Leave out one of the two."
-        )
-    if halving:
-        raise ValueError(
-            f"Invalid halving: {halving!r}, and the space has proximal; halving compares points that run side by side, "
-            "and points with other proximal terms do not. Leave halving out."
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
