@@ -70,7 +70,7 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
             ["compare", "a", "--figrue", "b"],
             "tailopt compare: Unknown option: --figrue; did you mean '--figure'? tailopt compare has",
         ),
-        (["study", "gleu"], "tailopt study: Unknown study: 'gleu'; did you mean 'glue'? There are: centralised"),
+        (["study", "gleu"], "tailopt study: Unknown study: 'gleu'; did you mean 'glue'? There are: arena, "),
         (["study", "glue", "--seed=2"], "tailopt study: Unknown option: --seed; did you mean '--seeds'?"),
         (["run", "a", "b"], "tailopt run: Unexpected argument: 'b'. See: tailopt run --help"),
         (["resume", "a", "--rounds", "x"], "tailopt resume: Argument --rounds: invalid int value: 'x'"),

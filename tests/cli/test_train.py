@@ -80,6 +80,7 @@ def test_a_used_folder_is_refused_in_the_words_of_the_shell(finished: Path) -> N
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     """Once, by node 0: in a terminal Ctrl-C reaches torchrun and all nodes, and torchrun tells the nodes again."""
     _, *words = shlex.split(train.EXAMPLE.replace("\\\n", " "))

@@ -60,7 +60,7 @@ def decoder(size: DecoderSize, vocabulary: int, length: int, seed: int) -> torch
     Examples:
         >>> model = decoder(SIZES["1M"], vocabulary=256, length=64, seed=0)
         >>> sum(p.numel() for p in model.parameters())
-        1038464
+        1037696
     """
     configuration = pretrained.transformers().LlamaConfig(
         vocab_size=vocabulary,

@@ -45,7 +45,7 @@ from tailopt.sweeps.points import sweep_points
 from tailopt.sweeps.space import Range
 from tailopt.tasks.corpus import Corpus, load_corpus
 
-SUMMARY = "nested training of the arena's decoder against data-parallel AdamW and Muon, loss by bytes sent; for a GPU"
+SUMMARY = "nested training of the arena's decoder against data-parallel: loss by bytes sent; for a GPU"
 OPTIONS = ("preset", "data", "tokenizer", "algorithms", "nodes", "seeds", "budget", "device", "precision", "minutes")
 LOCAL_STEPS = 20
 SENT = {"adam2": 6}  # bytes per parameter and exchange, where it is not 4
