@@ -57,6 +57,7 @@ def test_a_replay_has_the_same_bits(finished: Path, capsys: pytest.CaptureFixtur
     assert "10 rounds replayed: every tensor has the recorded bits" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_lost_contributions_and_a_robust_mean_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, *words = shlex.split(train.EXAMPLE.replace("\\\n", " "))
     more = ["--drops", "0.5", "--on_drop", "keep", "--aggregate", "trimmed-mean", "--proximal", "0.5"]
